@@ -1,0 +1,1 @@
+//! The virtio-balloon device, its dialects

@@ -1,0 +1,1 @@
+//! Flags, units, exit codes and report output shared by the three commands

@@ -1,0 +1,1 @@
+//! Source and destination of a migration as sans-io state machines

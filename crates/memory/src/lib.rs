@@ -1,0 +1,1 @@
+//! Guest RAM: backings, hole scan, dirty trackers, page I/O

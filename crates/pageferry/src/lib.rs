@@ -1,0 +1,1 @@
+//! Live migration of KVM guests that leaves free pages behind: the library a VMM embeds

@@ -1,0 +1,1 @@
+//! What crosses the network: preamble, control frames, page batches

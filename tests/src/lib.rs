@@ -1,0 +1,1 @@
+//! Scenarios over several crates
