@@ -1,1 +1,27 @@
-//! Source and destination of a migration as sans-io state machines
+//! The two sides of a migration as state machines: no I/O, no clock, no threads, no page content.
+//!
+//! [`Source`] and [`Destination`] are driven alike, in this order:
+//!
+//! 1. `handle(event, now)` with what happened: a message came, an action was carried out or failed, an operator cancels;
+//! 2. `poll_action()` until it returns `None`, carrying each action out in the order given;
+//! 3. `poll_timeout()`: when to call `handle_timeout(now)` if nothing happens before.
+//!
+//! Time is a [`Time`]: a duration since an origin of the caller's choice. So a test drives both sides through any
+//! interleaving and any failure, in virtual time, from a seed.
+#![forbid(unsafe_code)]
+
+mod action;
+mod config;
+mod outcome;
+mod report;
+
+pub use action::{
+    Chunk, ChunkId, Content, DestinationAction, DestinationEvent, Peeked, ReceivedRun, RunKind, Scanned, SourceAction,
+    SourceEvent, Step,
+};
+pub use config::{Ask, DestinationConfig, OnTimeout, SkipSet, SourceConfig};
+pub use outcome::{Ending, Outcome};
+pub use report::{BalloonReport, PagesReport, Report, Role, RoundReport};
+
+/// A point in time: a duration since an origin that the caller chose and keeps.
+pub type Time = std::time::Duration;

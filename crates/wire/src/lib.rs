@@ -1,1 +1,29 @@
-//! What crosses the network: preamble, control frames, page batches
+//! What crosses the network: a preamble on every connection, control frames on one of them, page batches on the others.
+//!
+//! ```text
+//!  source                                                        destination
+//!    | control:  Preamble, Hello ----------------------------------> |   prepares a machine
+//!    | <------------------------------- PreambleReply, Accept|Refuse |
+//!    | data 1..n: Preamble ----------------------------------------> |
+//!    | data:      batches of round 0, end-of-round marker ---------> |
+//!    | control:   Skip* , RoundEnd{0} -----------------------------> |   all markers and RoundEnd are here:
+//!    | <------------------------------------------ RoundReceived{0}  |   the round's barrier
+//!    |            ... rounds 1..k, the last with the guest paused    |
+//!    | control:   Section*, StateEnd, [Digests] -------------------> |   restores, compares digests
+//!    | <---------------------------------------------------- Ready   |
+//!    | control:   Commit ------------------------------------------> |   resumes the guest
+//!    | <---------------------------------------------------- Running |
+//! ```
+//!
+//! Rule for versions: a peer names the lowest and the highest version it speaks; the destination picks the highest that
+//! both do. A message may get new variants only with a new version; nothing is reinterpreted.
+//!
+//! Nothing that comes in is trusted: every length is checked against a limit before anything is allocated, and every
+//! range against the layout before anything is written.
+#![forbid(unsafe_code)]
+
+mod message;
+
+pub use message::{
+    Accept, Commit, Digests, Hello, MAX_REASON_BYTES, MAX_SKIP_RANGES, Message, NotRunning, Running, Skip, SkipReason,
+};

@@ -1,0 +1,128 @@
+//! The report: what happened, in figures. The keys are the command line's contract.
+
+use crate::Ending;
+use serde::Serialize;
+
+/// Whose report.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Role {
+    /// The side that sent.
+    Source,
+    /// The side that received.
+    Receiver,
+}
+
+/// One migration in figures. Times in milliseconds, sizes in bytes, pages of 4 KiB.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// Of this form: 1.
+    pub version: u32,
+    /// Whose.
+    pub role: Role,
+    /// How it ended.
+    pub result: Ending,
+    /// Why, unless it completed.
+    pub error: Option<String>,
+    /// From the command to migrate to the guest running on the receiver.
+    pub total_ms: f64,
+    /// Until the receiver accepted and tracking was on.
+    pub setup_ms: f64,
+    /// From the question to the guest to the end of its session.
+    pub hint_ms: f64,
+    /// From the first page to the pause.
+    pub precopy_ms: f64,
+    /// From the pause to the guest running on the receiver, `verify_ms` left out.
+    pub downtime_ms: f64,
+    /// What `--verify` added while the guest was paused.
+    pub verify_ms: f64,
+    /// How long vCPUs stood still during precopy, as far as it was measured.
+    pub guest_stall_ms: f64,
+    /// Guest RAM.
+    pub ram_bytes: u64,
+    /// Everything that crossed, headers and control included.
+    pub wire_bytes: u64,
+    /// Page content that crossed.
+    pub payload_bytes: u64,
+    /// `wire_bytes` over `total_ms`.
+    pub throughput_bytes_per_s: f64,
+    /// Data streams.
+    pub streams: u16,
+    /// Pages by fate.
+    pub pages: PagesReport,
+    /// The question to the guest.
+    pub balloon: BalloonReport,
+    /// One entry a round.
+    pub rounds: Vec<RoundReport>,
+    /// Whether both sides' digests were equal; null where they were not compared.
+    pub verified: Option<bool>,
+    /// The most memory that this process held.
+    pub peak_rss_bytes: u64,
+}
+
+/// Pages by fate: what the receiver was told of each page last. `sent + zero + hole + hinted + ballooned + filled` is
+/// `total`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct PagesReport {
+    /// All of guest RAM.
+    pub total: u64,
+    /// Crossed with content.
+    pub sent: u64,
+    /// Transmissions beyond a page's first.
+    pub resent: u64,
+    /// Read as zero.
+    pub zero: u64,
+    /// Never touched.
+    pub hole: u64,
+    /// Called free by the guest.
+    pub hinted: u64,
+    /// In the balloon.
+    pub ballooned: u64,
+    /// Free, and filled with the guest's poison on the receiver.
+    pub filled: u64,
+    /// Of `sent`: called free at first, then sent after all.
+    pub hinted_then_sent: u64,
+}
+
+impl PagesReport {
+    /// Whether the six fates add up to the total.
+    pub fn adds_up(&self) -> bool {
+        self.sent + self.zero + self.hole + self.hinted + self.ballooned + self.filled == self.total
+    }
+}
+
+/// The question to the guest's balloon.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct BalloonReport {
+    /// Which dialect.
+    pub dialect: String,
+    /// Whether it was asked.
+    pub asked: bool,
+    /// Why, or why not, or why the session was ended early.
+    pub why: String,
+    /// Answers that counted.
+    pub answers: u64,
+    /// Answers that came to no open question.
+    pub late: u64,
+    /// Answers that failed a check.
+    pub malformed: u64,
+    /// Whether the session ran into its time-out.
+    pub timed_out: bool,
+}
+
+/// One round.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct RoundReport {
+    /// Pages that were to be sent when it began.
+    pub pending_pages: u64,
+    /// Pages that were sent, with content or as zero or fill.
+    pub sent_pages: u64,
+    /// Bytes that crossed.
+    pub wire_bytes: u64,
+    /// How long it took, until the receiver had it all.
+    pub ms: f64,
+    /// Pages that the harvest after it returned.
+    pub dirty_pages_after: u64,
+    /// The rate at which the guest wrote, from that.
+    pub dirty_bytes_per_s: f64,
+}

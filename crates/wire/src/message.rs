@@ -1,0 +1,148 @@
+//! The control messages: what a control frame's payload decodes to.
+
+use machine::{MachineConfig, Section};
+use pages::PageRange;
+use serde::{Deserialize, Serialize};
+
+/// The most ranges in one [`Skip`]: keeps its frame well below the limit. More go into further messages.
+pub const MAX_SKIP_RANGES: usize = 32_768;
+
+/// The most bytes of a reason that a peer gives; longer ones are cut by the sender and refused by the receiver.
+pub const MAX_REASON_BYTES: usize = 4096;
+
+/// A control message. Which side sends it is said beside each.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Message {
+    /// Source, first: what is to be migrated, and how.
+    Hello(Hello),
+    /// Destination: it is prepared, send.
+    Accept(Accept),
+    /// Destination: it will not take this guest, for these reasons, one a mismatch. Ends the connection.
+    Refuse {
+        /// Why, each a sentence that stands alone.
+        reasons: Vec<String>,
+    },
+    /// Source, in round 0, before its `RoundEnd`: pages that are not sent, and why.
+    Skip(Skip),
+    /// Source: everything of this round has been handed to the streams.
+    RoundEnd {
+        /// Counted from 0.
+        round: u32,
+        /// Whether the guest was paused when the round's pages were harvested: no round follows.
+        last: bool,
+    },
+    /// Destination: every stream's marker of this round and its `RoundEnd` have come, and all its pages are in memory.
+    RoundReceived {
+        /// Counted from 0.
+        round: u32,
+    },
+    /// Source, guest paused: one vCPU's or device's state.
+    Section(Section),
+    /// Source: all sections have been sent.
+    StateEnd {
+        /// How many there were.
+        sections: u32,
+    },
+    /// Source, with `verify`, guest paused, before `StateEnd`: what its RAM digests to.
+    Digests(Digests),
+    /// Destination: RAM and state are here, restored and (with `verify`) equal. It runs on `Commit` and not before.
+    Ready {
+        /// Whether digests were compared.
+        verified: bool,
+    },
+    /// Source: the guest is the destination's from here on. After this has left, the source never resumes by itself.
+    Commit(Commit),
+    /// Destination: the guest runs (or stays paused, as it was).
+    Running(Running),
+    /// Destination, in answer to `Commit`: it could not run the guest and never will. The source may resume it.
+    NotRunning(NotRunning),
+    /// Either side: it gives up. Ends the connection. Not sent by a source after `Commit`.
+    Abort {
+        /// Why: a sentence that the other side prints.
+        reason: String,
+        /// Whether somebody asked for it (an operator's cancel) rather than something failing.
+        cancelled: bool,
+    },
+    /// Either side, when it has been silent for a while: it is alive.
+    Ping,
+}
+
+/// See [`Message::Hello`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// What the machine is made of.
+    pub config: MachineConfig,
+    /// Whether the guest runs; a paused one arrives paused.
+    pub running: bool,
+    /// Data streams that the source opens, 1 to 64.
+    pub streams: u16,
+    /// Whether both sides digest RAM and compare before the hand-over.
+    pub verify: bool,
+    /// Only checks: the destination answers `Accept` or `Refuse`, and waits for the next source.
+    pub dry_run: bool,
+}
+
+/// See [`Message::Accept`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Accept {
+    /// Whether the destination's RAM is populated ahead of time.
+    pub populated: bool,
+}
+
+/// Why a page was not sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum SkipReason {
+    /// Never touched: it reads as zero.
+    Hole,
+    /// The guest called it free.
+    Hinted,
+    /// The balloon holds it.
+    Ballooned,
+}
+
+/// See [`Message::Skip`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Skip {
+    /// Why these were skipped.
+    pub reason: SkipReason,
+    /// Which, each within one region, at most [`MAX_SKIP_RANGES`]; a page is in one `Skip` at most.
+    pub ranges: Vec<PageRange>,
+}
+
+/// See [`Message::Digests`]. RAM is cut, region by region, into chunks of `chunk_pages` (a region's last is shorter);
+/// each gets the digest of its pages (see `machine::GuestRam::digest`), those left out whose content is nobody's:
+/// hinted, ballooned or filled, and not sent since.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Digests {
+    /// Pages in a chunk, never 0.
+    pub chunk_pages: u64,
+    /// A digest a chunk, regions in order.
+    pub sums: Vec<u128>,
+}
+
+/// See [`Message::Commit`]. The times let the destination report downtime and total without a common clock.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Commit {
+    /// Microseconds since the command to migrate.
+    pub total_us: u64,
+    /// Microseconds since the guest was paused, `verify_us` left out.
+    pub downtime_us: u64,
+    /// Microseconds that digesting added.
+    pub verify_us: u64,
+}
+
+/// See [`Message::Running`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Running {
+    /// Whether it runs; false where it arrived paused or was asked to stay so.
+    pub running: bool,
+    /// Microseconds from `Commit`'s arrival to the guest running.
+    pub after_us: u64,
+}
+
+/// See [`Message::NotRunning`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NotRunning {
+    /// Why.
+    pub reason: String,
+}
