@@ -1,1 +1,112 @@
-//! The virtio-balloon device, its dialects
+//! The virtio-balloon device (virtio 1.3, section 5.5), in its dialects.
+//!
+//! A [`Balloon`] is the device alone: it knows nothing of MMIO or PCI, of vCPUs or of a VMM's event loop. A VMM gives it
+//! guest memory, a way to raise interrupts ([`Interrupts`]) and a way to give memory back ([`Discard`]); it forwards
+//! configuration accesses, feature bits, queue addresses and kicks. For a migration, [`SharedBalloon`] is the
+//! [`machine::FreePages`] of the machine.
+//!
+//! A device speaks exactly one [`Dialect`], chosen by configuration: their feature bits collide, so they cannot be told
+//! apart at run time.
+//!
+//! Invariants:
+//!
+//! - nothing that a guest writes makes the device panic, spin, or allocate more than a bound that the queue size sets;
+//! - a buffer that fails a check is returned unused and counted; a ring that fails one stops that queue alone, sets
+//!   [`Balloon::needs_reset`] and leaves the other queues going;
+//! - answers of free pages reach the sink of an open session only, and only answers to that session's own request;
+//! - a session that was begun is ended towards the guest (DONE) before device state is saved.
+//!
+//! # Locks and threads
+//!
+//! [`Interrupts`], [`Discard`] and the sink of a session are called from within the device's methods, so under the lock
+//! of a [`SharedBalloon`]: they must be quick and must not call back into the device.
+//!
+//! The `bitmap` dialect's driver reuses one guest buffer for all windows of an answer and does not wait in between. Where
+//! guest-physical space ends above one window (32 GiB), [`Balloon::notify`] must therefore be called before the vCPU
+//! that kicked runs on; from there the buffer is read at once and in whole.
+#![forbid(unsafe_code)]
+
+mod config;
+mod counters;
+mod device;
+mod dialect;
+mod inflate;
+mod queue;
+mod session;
+mod shared;
+mod state;
+mod stats;
+
+pub use config::{Config, QueueConfig, feature};
+pub use counters::Counters;
+pub use device::{Balloon, Discard, Interrupts, QUEUE_MAX_SIZE};
+pub use dialect::Dialect;
+pub use shared::SharedBalloon;
+pub use stats::Stats;
+
+/// What the balloon device could not do, or would not.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A dialect that nobody knows.
+    #[error("balloon dialect {0:?} is unknown; choose standard, bitmap or bitmap-rfc")]
+    UnknownDialect(String),
+    /// A dialect that this device does not speak.
+    #[error("balloon dialect {0} is not served by this device; choose standard or bitmap")]
+    UnservedDialect(Dialect),
+    /// Feature bits were configured that the dialect does not have, or that the device does not serve.
+    #[error("the {dialect} balloon cannot offer feature bits {bits:#x}; it can offer {possible:#x}")]
+    Unofferable {
+        /// The dialect.
+        dialect: Dialect,
+        /// The bits that are too many.
+        bits: u64,
+        /// The bits that may be offered.
+        possible: u64,
+    },
+    /// The driver acknowledged bits that were not offered.
+    #[error("the driver acknowledged feature bits {extra:#x} that the device did not offer (it offered {offered:#x})")]
+    NotOffered {
+        /// The bits that are too many.
+        extra: u64,
+        /// What was offered.
+        offered: u64,
+    },
+    /// The driver is one for devices from before virtio 1.
+    #[error("the driver did not acknowledge VIRTIO_F_VERSION_1 (bit 32); only virtio 1 drivers are served")]
+    Legacy,
+    /// The device is active; what was asked for comes before that, or after a reset.
+    #[error("{0} while the balloon device is active: reset it first")]
+    Active(&'static str),
+    /// A queue that the driver set up wrongly.
+    #[error("balloon queue {index} cannot be used: {why}")]
+    QueueSetup {
+        /// Number of the queue on the transport.
+        index: usize,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// More pages were asked for than the guest has.
+    #[error("a balloon of {pages} pages does not fit a guest of {ram_pages} pages; ask for at most that many")]
+    Target {
+        /// The pages asked for.
+        pages: u64,
+        /// Pages of guest RAM.
+        ram_pages: u64,
+    },
+    /// Saved state that cannot be taken over.
+    #[error("saved balloon state was refused: {0}")]
+    State(String),
+    /// The guest cannot be asked for its free pages.
+    #[error("the guest cannot be asked for its free pages: {0}")]
+    CannotAsk(String),
+}
+
+/// Shorthand for this crate's results.
+pub type Result<T> = std::result::Result<T, Error>;
+
+impl From<Error> for machine::Error {
+    fn from(error: Error) -> Self {
+        machine::Error::Refused(error.to_string())
+    }
+}

@@ -1,0 +1,2 @@
+//! Placeholder until the bench below is written.
+fn main() {}

@@ -1,0 +1,194 @@
+//! What a balloon is configured with, and its configuration space (virtio 1.3, sections 5.5.3 and 5.5.4).
+
+use crate::{Dialect, Error, Result};
+
+/// Feature bits. Bits 3 and 4 mean one thing in the `standard` dialect and another in the `bitmap` ones.
+pub mod feature {
+    /// A page may be used again only after the deflate buffer that names it was used.
+    pub const MUST_TELL_HOST: u64 = 1 << 0;
+    /// There is a statistics queue.
+    pub const STATS_VQ: u64 = 1 << 1;
+    /// The guest may take pages back when it is short of memory.
+    pub const DEFLATE_ON_OOM: u64 = 1 << 2;
+    /// `standard`: the guest hands over blocks of free pages during a migration.
+    pub const FREE_PAGE_HINT: u64 = 1 << 3;
+    /// `standard`: the guest tells what it fills free pages with.
+    pub const PAGE_POISON: u64 = 1 << 4;
+    /// `standard`: the guest reports free blocks all the time.
+    pub const REPORTING: u64 = 1 << 5;
+    /// `bitmap` dialects: inflate and deflate buffers carry a page bitmap.
+    pub const PAGE_BITMAP: u64 = 1 << 3;
+    /// `bitmap`: queue 3 carries requests to the guest and its answers.
+    pub const MISC_VQ: u64 = 1 << 4;
+    /// The device follows virtio 1. Always offered, always needed.
+    pub const VERSION_1: u64 = 1 << 32;
+}
+
+/// What a balloon device is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// The dialect that it speaks.
+    pub dialect: Dialect,
+    /// The device's own feature bits that it offers (see [`feature`]); `VERSION_1` is added.
+    pub features: u64,
+}
+
+impl Config {
+    /// Refuses a dialect that is not served and bits that it does not have.
+    pub(crate) fn check(&self) -> Result<()> {
+        let possible = self.dialect.offerable().ok_or(Error::UnservedDialect(self.dialect))?;
+        let bits = self.features & !(possible | feature::VERSION_1);
+        if bits != 0 {
+            return Err(Error::Unofferable {
+                dialect: self.dialect,
+                bits,
+                possible,
+            });
+        }
+        Ok(())
+    }
+
+    /// All that is offered.
+    pub(crate) fn offered(&self) -> u64 {
+        self.features | feature::VERSION_1
+    }
+
+    /// The length of the configuration space, bytes: what the offered features need, as QEMU and Linux have it.
+    pub(crate) fn space_len(&self) -> usize {
+        match self.dialect {
+            Dialect::Standard if self.features & feature::PAGE_POISON != 0 => 16,
+            Dialect::Standard if self.features & feature::FREE_PAGE_HINT != 0 => 12,
+            _ => 8,
+        }
+    }
+}
+
+/// Where a driver put a queue, as it told the transport.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct QueueConfig {
+    /// Entries; a power of two.
+    pub size: u16,
+    /// Guest-physical address of the descriptor table.
+    pub desc: u64,
+    /// Guest-physical address of the available ring.
+    pub avail: u64,
+    /// Guest-physical address of the used ring.
+    pub used: u64,
+    /// Whether the driver enabled it.
+    pub ready: bool,
+}
+
+/// The fields of the configuration space that are not kept elsewhere.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Space {
+    /// Pages that the host wants in the balloon.
+    pub(crate) num_pages: u32,
+    /// Pages that the guest says are in it. The guest's to write, so worth nothing.
+    pub(crate) actual: u32,
+    /// What the guest fills free pages with.
+    pub(crate) poison_val: u32,
+}
+
+impl Space {
+    /// Reads `into.len()` bytes from `offset` on; what lies past `len` reads as zero.
+    pub(crate) fn read(&self, hint_cmd_id: u32, len: usize, offset: u64, into: &mut [u8]) {
+        let mut bytes = [0u8; 16];
+        for (slot, value) in bytes
+            .chunks_exact_mut(4)
+            .zip([self.num_pages, self.actual, hint_cmd_id, self.poison_val])
+        {
+            slot.copy_from_slice(&value.to_le_bytes());
+        }
+        let start = usize::try_from(offset).unwrap_or(usize::MAX);
+        let there = bytes[..len].get(start..).unwrap_or(&[]);
+        let n = there.len().min(into.len());
+        into[..n].copy_from_slice(&there[..n]);
+        into[n..].fill(0);
+    }
+
+    /// Writes `data` at `offset`: `actual` always, `poison_val` where it was negotiated. Whether every byte was the
+    /// guest's to write.
+    pub(crate) fn write(&mut self, poison_negotiated: bool, offset: u64, data: &[u8]) -> bool {
+        let mut fields = [
+            (4u64, &mut self.actual, true),
+            (12, &mut self.poison_val, poison_negotiated),
+        ];
+        let mut taken = 0;
+        for (at, field, allowed) in &mut fields {
+            if !*allowed {
+                continue;
+            }
+            let mut bytes = field.to_le_bytes();
+            for (i, byte) in bytes.iter_mut().enumerate() {
+                let from = (*at + i as u64)
+                    .checked_sub(offset)
+                    .and_then(|i| usize::try_from(i).ok());
+                if let Some(new) = from.and_then(|i| data.get(i)) {
+                    *byte = *new;
+                    taken += 1;
+                }
+            }
+            **field = u32::from_le_bytes(bytes);
+        }
+        taken == data.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(dialect: Dialect, features: u64) -> Config {
+        Config { dialect, features }
+    }
+
+    #[test]
+    fn case_37_the_space_is_as_long_as_the_offered_features_need() {
+        use feature::*;
+        let len = |features| config(Dialect::Standard, features).space_len();
+        assert_eq!(len(0), 8);
+        assert_eq!(len(STATS_VQ | DEFLATE_ON_OOM | REPORTING), 8);
+        assert_eq!(len(FREE_PAGE_HINT), 12);
+        assert_eq!(len(PAGE_POISON), 16);
+        assert_eq!(len(FREE_PAGE_HINT | PAGE_POISON), 16);
+        assert_eq!(config(Dialect::Bitmap, MISC_VQ | STATS_VQ).space_len(), 8);
+    }
+
+    #[test]
+    fn configurations_that_cannot_be_served_are_refused() {
+        assert!(config(Dialect::Standard, 0x3f).check().is_ok());
+        assert!(matches!(
+            config(Dialect::Standard, 1 << 6).check(),
+            Err(Error::Unofferable { bits: 0x40, .. })
+        ));
+        assert!(config(Dialect::Bitmap, 0x17).check().is_ok());
+        let refused = config(Dialect::Bitmap, feature::PAGE_BITMAP).check();
+        assert!(matches!(refused, Err(Error::Unofferable { bits: 8, .. })));
+        let refused = config(Dialect::BitmapRfc, 0).check();
+        assert!(matches!(refused, Err(Error::UnservedDialect(Dialect::BitmapRfc))));
+    }
+
+    #[test]
+    fn reads_past_the_end_are_zero_and_any_split_of_a_write_works() {
+        let mut space = Space {
+            num_pages: 0x0403_0201,
+            ..Space::default()
+        };
+        let mut two = [0xff; 2];
+        space.read(0xdead, 8, 1, &mut two);
+        assert_eq!(two, [2, 3]);
+        let mut past = [0xff; 8];
+        space.read(0xdead, 8, 6, &mut past);
+        assert_eq!(past, [0; 8]);
+        space.read(0xdead, 8, u64::MAX, &mut past);
+        assert_eq!(past, [0; 8]);
+        assert!(space.write(false, 4, &[0xaa, 0xbb]));
+        assert!(space.write(false, 6, &[0xcc, 0xdd]));
+        assert_eq!(space.actual, 0xddcc_bbaa);
+        assert!(!space.write(false, 12, &[1, 1, 1, 1]), "poison was not negotiated");
+        assert_eq!(space.poison_val, 0);
+        assert!(!space.write(true, 3, &[9, 9]), "num_pages is not the guest's");
+        assert_eq!((space.num_pages, space.actual), (0x0403_0201, 0xddcc_bb09));
+        assert!(!space.write(true, u64::MAX, &[9; 4]));
+    }
+}

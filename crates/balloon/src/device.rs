@@ -1,0 +1,613 @@
+//! The device: features, configuration space, life cycle, and which queue's buffers go where.
+//!
+//! Life cycle, as virtio 1.3, section 3.1 has it: `ack_features` (FEATURES_OK), `activate` (DRIVER_OK), `notify` for
+//! every kick, `reset`. A device that was restored from saved state is where it was; [`Balloon::resume`] then catches up
+//! with kicks that were lost on the way.
+
+use crate::config::Space;
+use crate::counters::{Counters, Tally};
+use crate::dialect::hinting::Hinting;
+use crate::dialect::misc::Misc;
+use crate::dialect::{Role, reporting};
+use crate::inflate::Ballooned;
+use crate::queue::{Broken, Fate, VirtQueue};
+use crate::stats::{Stats, StatsQueue};
+use crate::{Config, Error, QueueConfig, Result, feature};
+use machine::{AnswerCounts, AnswerSink};
+use pages::{Layout, PageRange, PageSet};
+use std::sync::Arc;
+use vm_memory::GuestAddressSpace;
+
+/// The most entries that a queue may have.
+pub const QUEUE_MAX_SIZE: u16 = 256;
+
+/// How the device raises interrupts. Called from within the device's methods: must be quick, and must not call back.
+pub trait Interrupts: Send + Sync {
+    /// A buffer of queue `index` (its number on the transport) was used. Every call is an interrupt of its own: the
+    /// `bitmap` dialect's driver takes one completion for each.
+    fn queue(&self, index: u16);
+
+    /// The configuration space changed, or the device needs a reset.
+    fn config(&self);
+}
+
+/// How the device gives guest memory back to the host.
+pub trait Discard: Send + Sync {
+    /// Gives back the memory of `range`, which lies in one region of RAM and is whole granules. It then reads as zero:
+    /// that is a write, which the implementation has to put into the dirty log where writes are tracked.
+    fn discard(&self, range: PageRange) -> machine::Result<()>;
+
+    /// How many pages, a power of two, the host gives back at once: 1, or 512 where 2 MiB pages back the guest.
+    fn granule_pages(&self) -> u64;
+}
+
+/// How the device's dialect asks for free pages.
+pub(crate) enum Asking {
+    Hints(Hinting),
+    Misc(Misc),
+}
+
+impl Asking {
+    pub(crate) fn session(&self) -> Option<u32> {
+        match self {
+            Asking::Hints(hints) => hints.session(),
+            Asking::Misc(misc) => misc.session(),
+        }
+    }
+
+    fn abandon(&mut self) {
+        match self {
+            Asking::Hints(hints) => hints.abandon(),
+            Asking::Misc(misc) => misc.abandon(),
+        }
+    }
+}
+
+/// A queue that the driver set up, and what it is for.
+pub(crate) struct Slot {
+    pub(crate) role: Role,
+    /// `None` once its rings were found broken.
+    pub(crate) queue: Option<VirtQueue>,
+}
+
+/// A virtio-balloon device over guest memory `M`.
+pub struct Balloon<M: GuestAddressSpace> {
+    pub(crate) config: Config,
+    pub(crate) layout: Arc<Layout>,
+    pub(crate) memory: M,
+    interrupts: Arc<dyn Interrupts>,
+    discard: Arc<dyn Discard>,
+    pub(crate) acked: u64,
+    pub(crate) active: bool,
+    pub(crate) needs_reset: bool,
+    pub(crate) space: Space,
+    /// By number on the transport.
+    pub(crate) queues: Vec<Option<Slot>>,
+    pub(crate) ballooned: Ballooned,
+    pub(crate) stats: StatsQueue,
+    pub(crate) asking: Asking,
+    counters: Counters,
+    /// Counts since the last question.
+    question: AnswerCounts,
+}
+
+impl<M: GuestAddressSpace> Balloon<M> {
+    /// A device that no driver has touched.
+    ///
+    /// # Errors
+    /// A dialect that is not served, or feature bits that it cannot offer.
+    pub fn new(
+        config: Config,
+        layout: Arc<Layout>,
+        memory: M,
+        interrupts: Arc<dyn Interrupts>,
+        discard: Arc<dyn Discard>,
+    ) -> Result<Self> {
+        config.check()?;
+        let asking = match config.dialect {
+            crate::Dialect::Standard => Asking::Hints(Hinting::new()),
+            crate::Dialect::Bitmap => Asking::Misc(Misc::new()),
+            crate::Dialect::BitmapRfc => return Err(Error::UnservedDialect(config.dialect)),
+        };
+        Ok(Balloon {
+            config,
+            ballooned: Ballooned::new(&layout, Arc::clone(&discard)),
+            layout,
+            memory,
+            interrupts,
+            discard,
+            acked: 0,
+            active: false,
+            needs_reset: false,
+            space: Space::default(),
+            queues: Vec::new(),
+            stats: StatsQueue::default(),
+            asking,
+            counters: Counters::default(),
+            question: AnswerCounts::default(),
+        })
+    }
+
+    /// What the device was made of.
+    pub fn config(&self) -> Config {
+        self.config
+    }
+
+    /// All feature bits that the device offers, `VERSION_1` among them.
+    pub fn device_features(&self) -> u64 {
+        self.config.offered()
+    }
+
+    /// The feature bits that the driver acknowledged.
+    pub fn driver_features(&self) -> u64 {
+        self.acked
+    }
+
+    /// Takes all 64 feature bits of the driver, at FEATURES_OK.
+    ///
+    /// # Errors
+    /// Bits that were not offered, no `VERSION_1`, or a device that is active already. Nothing changes then.
+    pub fn ack_features(&mut self, features: u64) -> Result<()> {
+        if self.active {
+            return Err(Error::Active("features cannot change"));
+        }
+        check_features(features, self.config.offered())?;
+        self.acked = features;
+        Ok(())
+    }
+
+    /// The most queues that a device of this dialect has; a driver sets up those of the features in use.
+    pub fn queue_count(&self) -> usize {
+        self.config.dialect.queue_count()
+    }
+
+    /// The most entries that each queue may have.
+    pub fn queue_max_size(&self) -> u16 {
+        QUEUE_MAX_SIZE
+    }
+
+    /// Bytes of the configuration space: 8, 12 or 16, by the features offered.
+    pub fn config_len(&self) -> usize {
+        self.config.space_len()
+    }
+
+    /// Reads the configuration space from byte `offset` on. What lies past its end reads as zero.
+    pub fn read_config(&self, offset: u64, into: &mut [u8]) {
+        let hint_cmd_id = match &self.asking {
+            Asking::Hints(hints) => hints.published(),
+            Asking::Misc(_) => 0,
+        };
+        self.space.read(hint_cmd_id, self.config_len(), offset, into);
+    }
+
+    /// Writes the configuration space at byte `offset`. Bytes that are not the guest's to write are ignored.
+    pub fn write_config(&mut self, offset: u64, data: &[u8]) {
+        let poison = self.acked & self.poison_bit() != 0;
+        if !self.space.write(poison, offset, data) {
+            tracing::debug!(offset, len = data.len(), "configuration write ignored");
+            self.counters.ignored_config_writes += 1;
+        }
+    }
+
+    /// Starts the device, at DRIVER_OK, with the queues by their numbers on the transport. Queues that are not ready,
+    /// or that the features in use do not have, are left alone. Every queue is looked at once: a driver may have put
+    /// buffers there before.
+    ///
+    /// # Errors
+    /// A ready queue whose size or rings are wrong, an active device, features not acknowledged. The device stays
+    /// inactive then.
+    pub fn activate(&mut self, queues: &[QueueConfig]) -> Result<()> {
+        if self.active {
+            return Err(Error::Active("it cannot be started"));
+        }
+        if self.acked & feature::VERSION_1 == 0 {
+            return Err(Error::Legacy);
+        }
+        let memory = self.memory.memory();
+        let mut slots = Vec::new();
+        let roles = self.config.dialect.roles(self.acked);
+        for (index, (role, config)) in roles.into_iter().zip(queues).enumerate() {
+            let slot = match role {
+                Some(role) if config.ready => Some(Slot {
+                    role,
+                    queue: Some(VirtQueue::new(&*memory, index, QUEUE_MAX_SIZE, config)?),
+                }),
+                _ => None,
+            };
+            slots.push(slot);
+        }
+        self.queues = slots;
+        self.active = true;
+        self.look_at_all();
+        Ok(())
+    }
+
+    /// Whether a driver is at work.
+    pub fn is_active(&self) -> bool {
+        self.active
+    }
+
+    /// Whether a ring was found broken; the transport shows it to the driver as DEVICE_NEEDS_RESET.
+    pub fn needs_reset(&self) -> bool {
+        self.needs_reset
+    }
+
+    /// Back to before a driver came. A reset guest uses any page without a word, so the balloon is empty then. The
+    /// target stays. An open session is told that no more will come; its owner still ends it.
+    pub fn reset(&mut self) {
+        self.asking.abandon();
+        self.queues.clear();
+        self.active = false;
+        self.acked = 0;
+        self.needs_reset = false;
+        self.space.actual = 0;
+        self.space.poison_val = 0;
+        self.stats = StatsQueue::default();
+        self.ballooned.replace(PageSet::empty(&self.layout));
+    }
+
+    /// Catches up after a restore: looks at every queue once, and lets the guest look at the configuration space. Needs
+    /// interrupts and guest memory to be in place, so it comes when the guest is about to run.
+    pub fn resume(&mut self) {
+        if self.active {
+            self.look_at_all();
+            self.interrupts.config();
+        }
+    }
+
+    /// Serves a kick of queue `queue_index`. See the crate's documentation on where to call this from.
+    pub fn notify(&mut self, queue_index: u16) {
+        let index = usize::from(queue_index);
+        let slot = self.queues.get_mut(index).and_then(Option::as_mut);
+        let Some((role, mut queue)) = slot.and_then(|slot| Some((slot.role, slot.queue.take()?))) else {
+            tracing::debug!(queue_index, "kick on a queue that is not in use");
+            self.counters.ignored_kicks += 1;
+            return;
+        };
+        match self.serve(role, queue_index, &mut queue) {
+            Ok(()) => self.put_back(index, queue),
+            Err(broken) => self.stop_queue(role, queue_index, &broken),
+        }
+    }
+
+    /// Pages that the host wants in the balloon.
+    pub fn target(&self) -> u64 {
+        u64::from(self.space.num_pages)
+    }
+
+    /// Asks the guest for a balloon of `pages` pages. Works without a driver: one that comes later finds it.
+    ///
+    /// # Errors
+    /// More pages than RAM has.
+    pub fn set_target(&mut self, pages: u64) -> Result<()> {
+        let ram_pages = self.layout.total_pages();
+        let fits = u32::try_from(pages).ok().filter(|_| pages <= ram_pages);
+        let num_pages = fits.ok_or(Error::Target { pages, ram_pages })?;
+        if self.space.num_pages != num_pages {
+            self.space.num_pages = num_pages;
+            self.config_changed();
+        }
+        Ok(())
+    }
+
+    /// Pages that the guest says are in the balloon, all of RAM at most.
+    pub fn actual(&self) -> u64 {
+        u64::from(self.space.actual).min(self.layout.total_pages())
+    }
+
+    /// The pages that are in the balloon.
+    pub fn ballooned(&self) -> &PageSet {
+        self.ballooned.pages()
+    }
+
+    /// The value that the guest fills free pages with, where it said so and it is not 0.
+    pub fn poison(&self) -> Option<u32> {
+        let negotiated = self.acked & self.poison_bit() != 0;
+        (negotiated && self.space.poison_val != 0).then_some(self.space.poison_val)
+    }
+
+    /// Asks for fresh statistics, by returning the buffer that is held. False where none is: there is no driver, no
+    /// statistics queue, or the last request is still unanswered.
+    pub fn request_stats(&mut self) -> bool {
+        let Some(index) = self.index_of(Role::Stats) else {
+            return false;
+        };
+        let Some(head) = self.stats.held.take() else {
+            return false;
+        };
+        self.with_queue(index, |_, mem, queue| queue.complete(mem, head, 0).map(|()| true))
+    }
+
+    /// What the guest last said of its memory.
+    pub fn stats(&self) -> Option<Stats> {
+        self.stats.last
+    }
+
+    /// Counts over the life of the device.
+    pub fn counters(&self) -> Counters {
+        self.counters
+    }
+
+    /// Whether a guest can be asked for its free pages now, else why not.
+    pub fn can_ask(&self) -> std::result::Result<(), String> {
+        let (bit, name, role) = match &self.asking {
+            Asking::Hints(_) => (feature::FREE_PAGE_HINT, "FREE_PAGE_HINT", Role::Hint),
+            Asking::Misc(_) => (feature::MISC_VQ, "MISC_VQ", Role::Misc),
+        };
+        if self.config.features & bit == 0 {
+            Err(format!("the balloon does not offer {name}"))
+        } else if !self.active {
+            Err("no balloon driver is running in the guest".to_owned())
+        } else if self.acked & bit == 0 {
+            Err(format!("the guest's balloon driver did not take {name}"))
+        } else if self.index_of(role).is_none() {
+            Err(format!("the queue of {name} was not set up, or is broken"))
+        } else if let Some(session) = self.asking.session() {
+            Err(format!("session {session} is still open"))
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Asks the guest for its free pages, as session `session`; see [`machine::FreePages::begin`].
+    ///
+    /// # Errors
+    /// What [`Balloon::can_ask`] says, session 0, or no fresh id being left.
+    pub fn begin(&mut self, session: u32, sink: AnswerSink) -> Result<()> {
+        self.can_ask().map_err(Error::CannotAsk)?;
+        if session == 0 {
+            return Err(Error::CannotAsk("a session cannot have number 0".to_owned()));
+        }
+        match &mut self.asking {
+            Asking::Hints(hints) => {
+                hints.begin(session, sink)?;
+                self.question = AnswerCounts::default();
+                self.interrupts.config();
+            }
+            Asking::Misc(misc) => {
+                misc.begin(session, sink, &self.layout)?;
+                self.question = AnswerCounts::default();
+                self.send_request();
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends session `session`; nothing happens where it is not open. See [`machine::FreePages::end`].
+    pub fn end(&mut self, session: u32) {
+        if self.asking.session() == Some(session) {
+            self.end_open();
+        }
+    }
+
+    /// Ends whatever session is open. The guest is told that it may have its pages back.
+    pub(crate) fn end_open(&mut self) {
+        if self.asking.session().is_none() {
+            return;
+        }
+        match &mut self.asking {
+            Asking::Hints(hints) => {
+                hints.end();
+                self.config_changed();
+            }
+            Asking::Misc(misc) => {
+                if misc.end()
+                    && let Some(index) = self.index_of(Role::Misc)
+                {
+                    // A request that shared its interrupt with another completion is stuck in the driver: free it.
+                    self.interrupts.queue(number(index));
+                }
+            }
+        }
+    }
+
+    /// Counts since the last question.
+    pub fn answer_counts(&self) -> AnswerCounts {
+        self.question
+    }
+
+    /// The bit of PAGE_POISON; none in a dialect where that bit means something else.
+    fn poison_bit(&self) -> u64 {
+        match &self.asking {
+            Asking::Hints(_) => feature::PAGE_POISON,
+            Asking::Misc(_) => 0,
+        }
+    }
+
+    fn config_changed(&self) {
+        if self.active {
+            self.interrupts.config();
+        }
+    }
+
+    /// The number of the queue for `role`, where there is one that works.
+    fn index_of(&self, role: Role) -> Option<usize> {
+        self.queues
+            .iter()
+            .position(|slot| matches!(slot, Some(s) if s.role == role && s.queue.is_some()))
+    }
+
+    fn look_at_all(&mut self) {
+        for index in 0..self.queues.len() {
+            if matches!(&self.queues[index], Some(slot) if slot.queue.is_some()) {
+                self.notify(number(index));
+            }
+        }
+    }
+
+    /// Serves what is available on a queue, a ring's worth at most.
+    fn serve(&mut self, role: Role, index: u16, queue: &mut VirtQueue) -> std::result::Result<(), Broken> {
+        let mut used = 0u32;
+        let done = match role {
+            Role::Inflate | Role::Deflate | Role::Report => self.serve_pages(role, queue, &mut used),
+            Role::Stats => self.serve_stats(queue, &mut used),
+            Role::Hint => self.serve_hints(queue, &mut used),
+            Role::Misc => self.serve_misc(index, queue),
+        };
+        if used > 0 {
+            self.interrupts.queue(index);
+        }
+        done
+    }
+
+    /// Inflate, deflate and reporting: pages that the guest gives up or takes back.
+    fn serve_pages(&mut self, role: Role, queue: &mut VirtQueue, used: &mut u32) -> std::result::Result<(), Broken> {
+        let keep = self.poison().is_some();
+        let (ballooned, counters) = (&mut self.ballooned, &mut self.counters);
+        let (layout, discard) = (&*self.layout, &*self.discard);
+        queue.drain(
+            &self.memory.memory(),
+            |mem, _, chain| {
+                Ok(match role {
+                    Role::Inflate => ballooned.inflate(mem, chain, counters),
+                    Role::Deflate => ballooned.deflate(mem, chain, counters),
+                    _ => reporting::report(chain, layout, discard, keep, counters),
+                })
+            },
+            || *used += 1,
+        )
+    }
+
+    /// Statistics: the newest buffer is held.
+    fn serve_stats(&mut self, queue: &mut VirtQueue, used: &mut u32) -> std::result::Result<(), Broken> {
+        let (stats, counters) = (&mut self.stats, &mut self.counters);
+        queue.drain(
+            &self.memory.memory(),
+            |mem, queue, chain| {
+                let (fate, before, malformed) = stats.take(mem, chain);
+                counters.malformed += u64::from(malformed);
+                if let Some(head) = before {
+                    tracing::debug!(head, "a second statistics buffer came: the first is returned");
+                    counters.malformed += 1;
+                    queue.complete(mem, head, 0)?;
+                    *used += 1;
+                }
+                Ok(fate)
+            },
+            || {},
+        )
+    }
+
+    /// `standard`: commands and free blocks. What one kick brought goes to the sink at once.
+    fn serve_hints(&mut self, queue: &mut VirtQueue, used: &mut u32) -> std::result::Result<(), Broken> {
+        let Asking::Hints(hints) = &mut self.asking else {
+            return Ok(());
+        };
+        let mut tally = Tally {
+            life: &mut self.counters,
+            question: &mut self.question,
+        };
+        let layout = &*self.layout;
+        let done = queue.drain(
+            &self.memory.memory(),
+            |mem, _, chain| Ok(hints.serve(mem, chain, layout, &mut tally)),
+            || *used += 1,
+        );
+        hints.flush();
+        done
+    }
+
+    /// `bitmap`: request buffers and answers, one interrupt a completion.
+    fn serve_misc(&mut self, index: u16, queue: &mut VirtQueue) -> std::result::Result<(), Broken> {
+        let Asking::Misc(misc) = &mut self.asking else {
+            return Ok(());
+        };
+        let mut tally = Tally {
+            life: &mut self.counters,
+            question: &mut self.question,
+        };
+        let interrupts = &*self.interrupts;
+        queue.drain(
+            &self.memory.memory(),
+            |mem, queue, chain| {
+                let fate = misc.serve(mem, chain, &mut tally);
+                if fate == Fate::Held && misc.send(mem, queue, &mut tally)? {
+                    interrupts.queue(index);
+                }
+                Ok(fate)
+            },
+            || interrupts.queue(index),
+        )
+    }
+
+    /// Puts an open request into the guest's hands, where it has a buffer posted.
+    fn send_request(&mut self) {
+        let Some(index) = self.index_of(Role::Misc) else {
+            return;
+        };
+        self.with_queue(index, |device, mem, queue| match &mut device.asking {
+            Asking::Misc(misc) => misc.send(
+                mem,
+                queue,
+                &mut Tally {
+                    life: &mut device.counters,
+                    question: &mut device.question,
+                },
+            ),
+            Asking::Hints(_) => Ok(false),
+        });
+    }
+
+    /// Does something on queue `index` besides serving kicks; raises its interrupt where `act` says that it completed
+    /// something. Returns what `act` said.
+    fn with_queue(
+        &mut self,
+        index: usize,
+        act: impl FnOnce(&mut Self, &M::M, &mut VirtQueue) -> std::result::Result<bool, Broken>,
+    ) -> bool {
+        let slot = self.queues.get_mut(index).and_then(Option::as_mut);
+        let Some((role, mut queue)) = slot.and_then(|slot| Some((slot.role, slot.queue.take()?))) else {
+            return false;
+        };
+        let memory = self.memory.memory();
+        match act(self, &*memory, &mut queue) {
+            Ok(completed) => {
+                self.put_back(index, queue);
+                if completed {
+                    self.interrupts.queue(number(index));
+                }
+                completed
+            }
+            Err(broken) => {
+                self.stop_queue(role, number(index), &broken);
+                false
+            }
+        }
+    }
+
+    fn put_back(&mut self, index: usize, queue: VirtQueue) {
+        if let Some(slot) = self.queues.get_mut(index).and_then(Option::as_mut) {
+            slot.queue = Some(queue);
+        }
+    }
+
+    /// A queue whose rings are broken is not touched again; the others go on.
+    fn stop_queue(&mut self, role: Role, index: u16, broken: &Broken) {
+        tracing::warn!(index, ?role, error = %broken, "balloon queue stopped: its rings are broken");
+        self.counters.broken_queues += 1;
+        self.needs_reset = true;
+        match role {
+            Role::Hint | Role::Misc => self.asking.abandon(),
+            Role::Stats => self.stats.held = None,
+            Role::Inflate | Role::Deflate | Role::Report => {}
+        }
+        self.interrupts.config();
+    }
+}
+
+/// Refuses acknowledged bits that were not offered, and drivers from before virtio 1.
+pub(crate) fn check_features(acked: u64, offered: u64) -> Result<()> {
+    let extra = acked & !offered;
+    if extra != 0 {
+        return Err(Error::NotOffered { extra, offered });
+    }
+    if acked & feature::VERSION_1 == 0 {
+        return Err(Error::Legacy);
+    }
+    Ok(())
+}
+
+/// A queue's number as interrupts have it; no dialect has more than five queues.
+fn number(index: usize) -> u16 {
+    u16::try_from(index).unwrap_or(u16::MAX)
+}

@@ -1,0 +1,328 @@
+//! Asking in the `bitmap` dialect: the misc queue of the June 2016 v2 patch set.
+//!
+//! The guest keeps one device-writable buffer posted. The device writes a request into it (16 bytes: cmd 0, a request
+//! id). The guest answers with device-readable buffers, one for each window of guest-physical space: a header of 32
+//! bytes, then a bitmap of free pages; CONT, CONT, ..., DONE. Then it posts a request buffer again.
+//!
+//! What the driver does, and so what this device does:
+//!
+//! - The driver takes one completion an interrupt, and eats a request that has another cmd or length. So: cmd 0 alone,
+//!   16 bytes used for requests and 0 for answers, one interrupt a completion, a request is never sent again. When a
+//!   session ends unanswered, the interrupt is raised once more: it frees a request that is stuck behind an answer.
+//! - All windows share one guest buffer, which the driver reuses without waiting. A buffer is read once, in whole; its
+//!   header must be that of the window that is due, before and after the bitmap is read. A window that is not due makes
+//!   the whole answer worthless. So answers are gathered, and handed over only when DONE shows that they are whole.
+//! - Memory added meanwhile gives CONT without DONE: the asker's time-out ends it, and nothing of it is used.
+//! - Request ids are 1 to 2^32 - 1 (a 32-bit guest truncates) and are never used twice; 0 is what inflate headers say.
+//! - A guest of the other byte order echoes the id swapped, and is refused by that.
+
+use crate::counters::Tally;
+use crate::queue::{Broken, Chain, Fate, Segment, VirtQueue};
+use crate::session::Outlet;
+use crate::{Error, Result};
+use machine::AnswerSink;
+use pages::{Layout, PAGE_SHIFT, PageRange, PageSet, Pfn};
+use std::sync::Arc;
+use vm_memory::{Bytes, GuestAddress, GuestMemory};
+
+/// Bytes of a bitmap header.
+const HEADER: usize = 32;
+
+/// The longest bitmap: a window of 32 GiB.
+const MOST_BITMAP: usize = 1 << 20;
+
+/// Bytes of a request.
+const REQUEST: usize = 16;
+
+/// GET_FREE_PAGES, the only request.
+const GET_FREE_PAGES: u16 = 0;
+
+/// More windows follow.
+const CONT: u16 = 0;
+
+/// The last window.
+const DONE: u16 = 1;
+
+/// What stands in front of a bitmap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Header {
+    cmd: u16,
+    page_shift: u16,
+    flag: u16,
+    reserved: u16,
+    req_id: u64,
+    start_pfn: u64,
+    bmap_len: u64,
+}
+
+impl Header {
+    fn parse(bytes: &[u8]) -> Option<Self> {
+        let half = |at: usize| Some(u16::from_le_bytes(bytes.get(at..at + 2)?.try_into().ok()?));
+        let long = |at: usize| Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?));
+        Some(Header {
+            cmd: half(0)?,
+            page_shift: half(2)?,
+            flag: half(4)?,
+            reserved: half(6)?,
+            req_id: long(8)?,
+            start_pfn: long(16)?,
+            bmap_len: long(24)?,
+        })
+    }
+
+    /// What makes it unbelievable, in a buffer with `present` bytes after the header.
+    fn fault(&self, present: u64) -> Option<&'static str> {
+        if self.cmd != GET_FREE_PAGES || self.reserved != 0 || u32::from(self.page_shift) != PAGE_SHIFT {
+            Some("its cmd, page shift or reserved field is not what it must be")
+        } else if self.flag != CONT && self.flag != DONE {
+            Some("its flag is neither CONT nor DONE")
+        } else if self.bmap_len != present {
+            Some("its bitmap length is not that of the buffer")
+        } else if self.bmap_len > MOST_BITMAP as u64 {
+            Some("its window is longer than 32 GiB")
+        } else if !self.start_pfn.is_multiple_of(64) {
+            Some("its first page is not at a multiple of 64")
+        } else {
+            None
+        }
+    }
+}
+
+/// A request buffer that the guest keeps posted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Posted {
+    head: u16,
+    segments: Vec<Segment>,
+}
+
+struct Open {
+    id: u32,
+    /// Whether the request is in the guest's hands.
+    sent: bool,
+    /// The first page of the window that is due; all before it was said.
+    due: u64,
+    /// What was said to be free so far.
+    free: PageSet,
+    outlet: Outlet,
+}
+
+/// The device's side of the misc queue.
+pub(crate) struct Misc {
+    /// The last request id that was used; persisted.
+    issued: u32,
+    posted: Option<Posted>,
+    open: Option<Open>,
+    /// Scratch: one buffer.
+    bytes: Vec<u8>,
+}
+
+impl Misc {
+    /// Nothing was ever asked.
+    pub(crate) fn new() -> Self {
+        Misc::restored(0)
+    }
+
+    /// As saved by another device, no session being open. The request buffer that it held comes by [`Misc::repost`].
+    pub(crate) fn restored(issued: u32) -> Self {
+        Misc {
+            issued,
+            posted: None,
+            open: None,
+            bytes: Vec::new(),
+        }
+    }
+
+    pub(crate) fn issued(&self) -> u32 {
+        self.issued
+    }
+
+    /// The request buffer that is held, for saving: its head, and where its bytes lie.
+    pub(crate) fn posted(&self) -> Option<(u16, Vec<(u64, u32)>)> {
+        let posted = self.posted.as_ref()?;
+        Some((
+            posted.head,
+            posted.segments.iter().map(|s| (s.address, s.len)).collect(),
+        ))
+    }
+
+    /// Holds a request buffer that another device held. It must be one that [`Misc::serve`] would have held.
+    pub(crate) fn repost(&mut self, head: u16, segments: &[(u64, u32)]) -> Result<()> {
+        let bytes: u64 = segments.iter().map(|(_, len)| u64::from(*len)).sum();
+        if segments.len() > REQUEST || bytes != REQUEST as u64 {
+            return Err(Error::State(format!(
+                "a posted request buffer of {bytes} bytes in {} pieces is not one of {REQUEST} bytes",
+                segments.len()
+            )));
+        }
+        let segments = segments.iter().map(|(address, len)| Segment {
+            address: *address,
+            len: *len,
+            writable: true,
+        });
+        self.posted = Some(Posted {
+            head,
+            segments: segments.collect(),
+        });
+        Ok(())
+    }
+
+    /// The session that is open.
+    pub(crate) fn session(&self) -> Option<u32> {
+        self.open.as_ref().map(|open| open.outlet.session())
+    }
+
+    /// Opens a session under a fresh id. [`Misc::send`] puts the request into the guest's hands.
+    pub(crate) fn begin(&mut self, session: u32, sink: AnswerSink, layout: &Arc<Layout>) -> Result<()> {
+        self.issued = self
+            .issued
+            .checked_add(1)
+            .ok_or_else(|| Error::CannotAsk("every request id below 2^32 has been used".to_owned()))?;
+        self.open = Some(Open {
+            id: self.issued,
+            sent: false,
+            due: 0,
+            free: PageSet::empty(layout),
+            outlet: Outlet::new(session, sink),
+        });
+        Ok(())
+    }
+
+    /// Closes the session; what was gathered is dropped. Whether a request was left without its last answer.
+    pub(crate) fn end(&mut self) -> bool {
+        self.open
+            .take()
+            .is_some_and(|open| open.sent && !open.outlet.is_finished())
+    }
+
+    /// The guest will say no more: its driver is gone, or its queue is broken. So is the buffer that it had posted.
+    pub(crate) fn abandon(&mut self) {
+        self.posted = None;
+        if let Some(open) = &mut self.open {
+            open.outlet.finish();
+        }
+    }
+
+    /// Writes the request where one is due and the guest has a buffer posted. True where a completion was made.
+    pub(crate) fn send<M: GuestMemory>(
+        &mut self,
+        mem: &M,
+        queue: &mut VirtQueue,
+        tally: &mut Tally<'_>,
+    ) -> std::result::Result<bool, Broken> {
+        let Some(open) = self.open.as_mut().filter(|o| !o.sent && !o.outlet.is_finished()) else {
+            return Ok(false);
+        };
+        let Some(posted) = self.posted.take() else {
+            return Ok(false);
+        };
+        open.sent = true;
+        let mut request = [0u8; REQUEST];
+        request[8..].copy_from_slice(&u64::from(open.id).to_le_bytes());
+        let mut rest = request.as_slice();
+        for segment in &posted.segments {
+            let (now, later) = rest.split_at(rest.len().min(usize::try_from(segment.len).unwrap_or(usize::MAX)));
+            if mem.write_slice(now, GuestAddress(segment.address)).is_err() {
+                tally.malformed("the request buffer does not lie in guest memory");
+                open.outlet.finish();
+                queue.complete(mem, posted.head, 0)?;
+                return Ok(true);
+            }
+            rest = later;
+        }
+        queue.complete(mem, posted.head, u32::try_from(REQUEST).unwrap_or(0))?;
+        Ok(true)
+    }
+
+    /// Serves one chain of the misc queue: a request buffer is held, an answer is read and returned.
+    pub(crate) fn serve<M: GuestMemory>(&mut self, mem: &M, chain: &Chain, tally: &mut Tally<'_>) -> Fate {
+        if chain.has_writable() {
+            return self.post(chain, tally);
+        }
+        self.answer(mem, chain, tally);
+        Fate::Used(0)
+    }
+
+    fn post(&mut self, chain: &Chain, tally: &mut Tally<'_>) -> Fate {
+        let why = if chain.readable().next().is_some() {
+            "a buffer has device-readable and device-writable descriptors"
+        } else if self.posted.is_some() {
+            "a second request buffer was posted"
+        } else {
+            // Where the first 16 bytes lie; what is beyond is not needed.
+            let mut room = REQUEST;
+            let mut segments = Vec::new();
+            for segment in chain.writable() {
+                let take = room.min(usize::try_from(segment.len).unwrap_or(usize::MAX));
+                if take > 0 {
+                    segments.push(Segment {
+                        len: u32::try_from(take).unwrap_or(segment.len),
+                        ..*segment
+                    });
+                }
+                room -= take;
+            }
+            if room == 0 {
+                let head = chain.head;
+                self.posted = Some(Posted { head, segments });
+                return Fate::Held;
+            }
+            "a request buffer is shorter than 16 bytes"
+        };
+        tally.malformed(why);
+        Fate::Used(0)
+    }
+
+    fn answer<M: GuestMemory>(&mut self, mem: &M, chain: &Chain, tally: &mut Tally<'_>) {
+        let header = match chain.gather(mem, 0, HEADER, &mut self.bytes) {
+            Ok(()) => Header::parse(&self.bytes),
+            Err(_) => None,
+        };
+        let Some(header) = header else {
+            return tally.malformed("an answer does not lie in guest memory or is shorter than its header");
+        };
+        if let Some(why) = header.fault(chain.readable_bytes() - HEADER as u64) {
+            tally.malformed(why);
+            return;
+        }
+        let issued = u64::from(self.issued);
+        let Some(open) = self
+            .open
+            .as_mut()
+            .filter(|open| open.sent && !open.outlet.is_finished() && u64::from(open.id) == header.req_id)
+        else {
+            if (1..=issued).contains(&header.req_id) {
+                return tally.late("a bitmap of a request that is not open");
+            }
+            return tally.malformed("a bitmap of a request that was never made");
+        };
+        // The bitmap, once and in whole; then the header again, for a window that was overwritten meanwhile.
+        let read = chain.gather(mem, HEADER as u64, MOST_BITMAP, &mut self.bytes);
+        let mut again = Vec::new();
+        let torn = chain.gather(mem, 0, HEADER, &mut again).is_err() || Header::parse(&again) != Some(header);
+        let stuck = header.flag == CONT && header.bmap_len == 0;
+        if read.is_err() || torn || stuck || header.start_pfn != open.due {
+            tally.malformed("a window is not the one that is due: the whole answer is dropped");
+            open.outlet.finish();
+            return;
+        }
+        tally.answer();
+        open.free.insert_bitmap(Pfn(header.start_pfn), &self.bytes);
+        open.due = header.start_pfn.saturating_add(header.bmap_len * 8);
+        if header.flag == DONE {
+            open.deliver();
+        }
+    }
+}
+
+impl Open {
+    /// Hands over a whole answer.
+    fn deliver(&mut self) {
+        let layout = Arc::clone(self.free.layout());
+        for run in self.free.runs() {
+            self.outlet.free(&layout, run);
+        }
+        self.free.clear();
+        self.outlet.covered(&layout, PageRange::between(Pfn(0), Pfn(self.due)));
+        self.outlet.finish();
+    }
+}

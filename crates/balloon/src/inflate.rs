@@ -1,0 +1,178 @@
+//! Inflating and deflating by arrays of page frame numbers (virtio 1.3, section 5.5.6), and the pages in the balloon.
+//!
+//! A buffer is an array of 32-bit little-endian page frame numbers, split over descriptors anywhere, in the middle of an
+//! entry too. What an inflate buffer names goes into the set of ballooned pages; memory is given back by whole granules
+//! of the host (4 KiB, or 2 MiB where huge pages back the guest), once all pages of a granule are in the balloon, and in
+//! as few calls as the runs allow.
+
+use crate::counters::Counters;
+use crate::device::Discard;
+use crate::queue::{Chain, Fate};
+use pages::{Layout, PageRange, PageSet, Pfn};
+use std::sync::Arc;
+use vm_memory::GuestMemory;
+
+/// The most entries of one buffer that are honoured. Linux sends 256, Windows 1024.
+const MOST_PFNS: usize = 1 << 16;
+
+/// The pages that the guest gave up.
+pub(crate) struct Ballooned {
+    layout: Arc<Layout>,
+    set: PageSet,
+    discard: Arc<dyn Discard>,
+    /// Scratch: the bytes and the numbers of one buffer.
+    bytes: Vec<u8>,
+    pfns: Vec<u32>,
+}
+
+impl Ballooned {
+    pub(crate) fn new(layout: &Arc<Layout>, discard: Arc<dyn Discard>) -> Self {
+        Ballooned {
+            layout: Arc::clone(layout),
+            set: PageSet::empty(layout),
+            discard,
+            bytes: Vec::new(),
+            pfns: Vec::new(),
+        }
+    }
+
+    /// The pages in the balloon.
+    pub(crate) fn pages(&self) -> &PageSet {
+        &self.set
+    }
+
+    /// Takes over the set that another device had.
+    pub(crate) fn replace(&mut self, set: PageSet) {
+        self.set = set;
+    }
+
+    /// Serves one buffer of the inflate queue.
+    pub(crate) fn inflate<M: GuestMemory>(&mut self, mem: &M, chain: &Chain, counters: &mut Counters) -> Fate {
+        if self.take_pfns(mem, chain, counters) {
+            let mut whole = Vec::new();
+            let mut bad = 0;
+            let layout = Arc::clone(&self.layout);
+            for run in runs(&self.pfns) {
+                bad += run.count();
+                for part in layout.clip(run) {
+                    bad -= part.count();
+                    insert(&mut self.set, part, self.discard.granule_pages(), &mut whole);
+                }
+            }
+            counters.bad_pfns += bad;
+            for range in whole {
+                give_back(&*self.discard, range, counters);
+            }
+        }
+        Fate::Used(0)
+    }
+
+    /// Serves one buffer of the deflate queue.
+    pub(crate) fn deflate<M: GuestMemory>(&mut self, mem: &M, chain: &Chain, counters: &mut Counters) -> Fate {
+        if self.take_pfns(mem, chain, counters) {
+            for run in runs(&self.pfns) {
+                let ram: u64 = self.layout.clip(run).map(PageRange::count).sum();
+                counters.bad_pfns += run.count() - ram;
+                self.set.remove_range(run);
+            }
+        }
+        Fate::Used(0)
+    }
+
+    /// Reads the numbers of a buffer, sorted, each once. False where the buffer is not to be believed at all.
+    fn take_pfns<M: GuestMemory>(&mut self, mem: &M, chain: &Chain, counters: &mut Counters) -> bool {
+        self.pfns.clear();
+        let len = chain.readable_bytes();
+        let why = if chain.has_writable() {
+            "it has a device-writable descriptor"
+        } else if !len.is_multiple_of(4) {
+            "its length is not a multiple of 4"
+        } else if chain.gather(mem, 0, MOST_PFNS * 4, &mut self.bytes).is_err() {
+            "it does not lie in guest memory"
+        } else {
+            if len > (MOST_PFNS * 4) as u64 {
+                tracing::debug!(len, honoured = MOST_PFNS * 4, "page frame number buffer is too long");
+                counters.malformed += 1;
+            }
+            let entries = self.bytes.chunks_exact(4);
+            self.pfns
+                .extend(entries.map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])));
+            self.pfns.sort_unstable();
+            self.pfns.dedup();
+            return true;
+        };
+        tracing::debug!(len, why, "page frame number buffer skipped");
+        counters.malformed += 1;
+        false
+    }
+}
+
+/// Gives the memory of `range`, which lies in one region, back to the host. A refusal is counted: memory is then not
+/// saved, and nothing else is wrong.
+pub(crate) fn give_back(discard: &dyn Discard, range: PageRange, counters: &mut Counters) {
+    counters.discards += 1;
+    match discard.discard(range) {
+        Ok(()) => counters.discarded_pages += range.count(),
+        Err(error) => {
+            tracing::debug!(%range, %error, "discard failed");
+            counters.discard_errors += 1;
+        }
+    }
+}
+
+/// Runs of sorted numbers without duplicates.
+fn runs(pfns: &[u32]) -> impl Iterator<Item = PageRange> + '_ {
+    pfns.chunk_by(|a, b| a.checked_add(1) == Some(*b)).map(|run| {
+        let start = Pfn(u64::from(run[0]));
+        PageRange::between(start, Pfn(start.0 + run.len() as u64))
+    })
+}
+
+/// Puts `part`, which lies in one region, into `set`. The granules that became whole by it go to `whole`; one that was
+/// whole before does not.
+fn insert(set: &mut PageSet, part: PageRange, granule: u64, whole: &mut Vec<PageRange>) {
+    let granule = granule.max(1);
+    let layout = Arc::clone(set.layout());
+    // Fresh granules in the middle go in at once; the rest, and granules known in part, one by one.
+    let inner = whole_granules(part, granule);
+    let bulk = !inner.is_empty() && set.count_range(inner) == 0;
+    let mut at = part.start();
+    while at < part.end() {
+        if bulk && at == inner.start() {
+            set.insert_range(inner);
+            push_joined(whole, &layout, inner);
+            at = inner.end();
+            continue;
+        }
+        let start = Pfn(at.0 - at.0 % granule);
+        let outer = PageRange::between(start, Pfn(start.0.saturating_add(granule)));
+        let piece = outer.intersection(part);
+        let had = set.count_range(outer);
+        let new = set.insert_range(piece);
+        // A granule that crosses a region's border is not one of the host's.
+        if new > 0 && had + new == granule && layout.region_of_range(outer).is_some() {
+            push_joined(whole, &layout, outer);
+        }
+        at = piece.end();
+    }
+}
+
+/// The whole granules inside `range`; empty where there is none.
+pub(crate) fn whole_granules(range: PageRange, granule: u64) -> PageRange {
+    let granule = granule.max(1);
+    let first = range.start().0.div_ceil(granule).saturating_mul(granule);
+    PageRange::between(Pfn(first), Pfn(range.end().0 - range.end().0 % granule))
+}
+
+/// Adds `range`, joined with the last of `list` where the two touch in one region.
+pub(crate) fn push_joined(list: &mut Vec<PageRange>, layout: &Layout, range: PageRange) {
+    if let Some(last) = list.last_mut()
+        && last.end() == range.start()
+        && let joined = PageRange::between(last.start(), range.end())
+        && layout.region_of_range(joined).is_some()
+    {
+        *last = joined;
+    } else if !range.is_empty() {
+        list.push(range);
+    }
+}

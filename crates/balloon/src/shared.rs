@@ -1,0 +1,75 @@
+//! A balloon that several threads share: vCPUs that kick, a host that sets targets, a migration that asks.
+
+use crate::Balloon;
+use machine::{AnswerCounts, AnswerSink, FreePages, GuestMemoryStats};
+use pages::{PAGE_BYTES, PageSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use vm_memory::GuestAddressSpace;
+
+/// One balloon, many owners. As a [`FreePages`] it asks the guest of the balloon.
+pub struct SharedBalloon<M: GuestAddressSpace>(Arc<Mutex<Balloon<M>>>);
+
+impl<M: GuestAddressSpace> SharedBalloon<M> {
+    /// Shares `balloon`.
+    pub fn new(balloon: Balloon<M>) -> Self {
+        SharedBalloon(Arc::new(Mutex::new(balloon)))
+    }
+
+    /// The device, for as long as the guard lives. A thread that panicked with the lock held does not stop the others:
+    /// the device has no state between two fields that a half-done call could leave dangerous.
+    pub fn lock(&self) -> MutexGuard<'_, Balloon<M>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<M: GuestAddressSpace> Clone for SharedBalloon<M> {
+    fn clone(&self) -> Self {
+        SharedBalloon(Arc::clone(&self.0))
+    }
+}
+
+impl<M: GuestAddressSpace + Send> FreePages for SharedBalloon<M> {
+    fn dialect(&self) -> &'static str {
+        self.lock().config().dialect.name()
+    }
+
+    fn can_ask(&self) -> Result<(), String> {
+        self.lock().can_ask()
+    }
+
+    fn allocates(&self) -> bool {
+        self.lock().config().dialect == crate::Dialect::Standard
+    }
+
+    /// What the guest last said; asks it for fresh numbers, which a later call finds.
+    fn stats(&mut self) -> Option<GuestMemoryStats> {
+        let mut balloon = self.lock();
+        balloon.request_stats();
+        let stats = balloon.stats()?;
+        Some(GuestMemoryStats {
+            free_pages: stats.free_memory? / PAGE_BYTES,
+            total_pages: stats.total_memory? / PAGE_BYTES,
+        })
+    }
+
+    fn ballooned(&mut self) -> Option<PageSet> {
+        Some(self.lock().ballooned().clone())
+    }
+
+    fn poison(&self) -> Option<u32> {
+        self.lock().poison()
+    }
+
+    fn begin(&mut self, session: u32, sink: AnswerSink) -> machine::Result<()> {
+        Ok(self.lock().begin(session, sink)?)
+    }
+
+    fn end(&mut self, session: u32) -> machine::Result<()> {
+        self.lock().end(session);
+        Ok(())
+    }
+
+    fn counts(&self) -> AnswerCounts {
+        self.lock().answer_counts()
+    }
+}
