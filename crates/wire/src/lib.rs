@@ -22,8 +22,22 @@
 //! range against the layout before anything is written.
 #![forbid(unsafe_code)]
 
+pub mod batch;
+mod error;
+pub mod frame;
+mod limits;
 mod message;
+mod preamble;
 
+pub use error::{Error, Result};
+pub use limits::{
+    MAX_DIGEST_SUMS, MAX_EXTRA_VALUE_BYTES, MAX_EXTRAS, MAX_NAME_BYTES, MAX_REASONS, MAX_SECTION_BYTES, MAX_SECTIONS,
+    MAX_STREAMS, validate,
+};
 pub use message::{
     Accept, Commit, Digests, Hello, MAX_REASON_BYTES, MAX_SKIP_RANGES, Message, NotRunning, Running, Skip, SkipReason,
+};
+pub use preamble::{
+    ConnectionRole, MAGIC, PREAMBLE_BYTES, Preamble, PreambleReply, REPLY_BYTES, SessionId, VERSIONS, VersionRange,
+    check_magic, negotiate,
 };

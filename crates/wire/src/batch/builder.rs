@@ -1,0 +1,184 @@
+//! Makes a stream's batches, in one buffer that is used over and over.
+
+use super::{CRC_AT, HEADER_BYTES, MAX_PAYLOAD_BYTES, MAX_RUNS, MAX_TABLE_BYTES, PAGE_BYTES, RUN_BYTES, Run, RunKind};
+use crate::{Error, Result};
+use pages::Pfn;
+
+/// Builds header and table of one batch after another. Allocates once, when it is made.
+///
+/// ```
+/// use pages::{PageRange, Pfn};
+/// use wire::batch::{BatchBuilder, Run, RunKind};
+///
+/// let mut builder = BatchBuilder::new(0);
+/// builder.start(0);
+/// let range = PageRange::between(Pfn(16), Pfn(20));
+/// assert!(builder.push(Run { range, kind: RunKind::Data })?);
+/// let (head, payload_bytes) = builder.finish()?;
+/// assert_eq!((head.len(), payload_bytes), (40 + 24, 4 * 4096));
+/// // ... write `head`, then the four pages; at the round's end:
+/// let marker = builder.marker(0)?;
+/// # Ok::<(), wire::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct BatchBuilder {
+    stream: u16,
+    round: u32,
+    /// The next batch's number; `None` once they are used up.
+    seq: Option<u32>,
+    /// Header and table.
+    head: Vec<u8>,
+    runs: u32,
+    payload_bytes: u32,
+    /// Where the last run ends.
+    floor: Pfn,
+    /// The batch was finished: the next push starts another.
+    finished: bool,
+}
+
+impl BatchBuilder {
+    /// For stream `stream`, which has sent nothing yet.
+    pub fn new(stream: u16) -> Self {
+        let mut head = Vec::with_capacity(HEADER_BYTES + MAX_TABLE_BYTES);
+        head.resize(HEADER_BYTES, 0);
+        BatchBuilder {
+            stream,
+            round: 0,
+            seq: Some(0),
+            head,
+            runs: 0,
+            payload_bytes: 0,
+            floor: Pfn(0),
+            finished: false,
+        }
+    }
+
+    /// Starts a batch of round `round`; what was pushed and not finished is dropped.
+    pub fn start(&mut self, round: u32) {
+        self.round = round;
+        self.clear();
+    }
+
+    /// Adds a run. `false` if it does not fit any more: finish this batch, and push it again into the next one.
+    ///
+    /// # Errors
+    ///
+    /// The run is empty, starts before the end of the run before, or has more data than any batch may have.
+    pub fn push(&mut self, run: Run) -> Result<bool> {
+        if self.finished {
+            self.clear();
+        }
+        let index = self.runs as usize;
+        if run.range.is_empty() {
+            return Err(Error::RunRange {
+                index,
+                start: run.range.start(),
+                pages: 0,
+            });
+        }
+        if run.range.start() < self.floor {
+            return Err(Error::RunOrder {
+                index,
+                range: run.range,
+                floor: self.floor,
+            });
+        }
+        let bytes = u32::try_from(run.payload_bytes()).unwrap_or(u32::MAX);
+        if bytes > MAX_PAYLOAD_BYTES {
+            return Err(Error::Limit {
+                what: "payload bytes of a run",
+                value: run.payload_bytes(),
+                limit: u64::from(MAX_PAYLOAD_BYTES),
+            });
+        }
+        if index >= MAX_RUNS || bytes > MAX_PAYLOAD_BYTES - self.payload_bytes {
+            return Ok(false);
+        }
+        self.append(run);
+        self.payload_bytes += bytes;
+        Ok(true)
+    }
+
+    /// How many pages of data still fit.
+    pub fn room_pages(&self) -> u64 {
+        let taken = if self.finished { 0 } else { self.payload_bytes };
+        u64::from(MAX_PAYLOAD_BYTES - taken) / PAGE_BYTES
+    }
+
+    /// Bytes of payload so far.
+    pub fn payload_bytes(&self) -> usize {
+        if self.finished { 0 } else { self.payload_bytes as usize }
+    }
+
+    /// Whether no run was pushed since the batch was started.
+    pub fn is_empty(&self) -> bool {
+        self.finished || self.runs == 0
+    }
+
+    /// Completes the batch: the bytes of header and table, and how many bytes of pages have to follow them. The next
+    /// push starts the next batch, of the same round.
+    ///
+    /// # Errors
+    ///
+    /// No run was pushed, or the stream has used up its numbers.
+    pub fn finish(&mut self) -> Result<(&[u8], usize)> {
+        if self.is_empty() {
+            return Err(Error::BatchShape {
+                what: "batch",
+                runs: 0,
+                payload_bytes: 0,
+            });
+        }
+        let seq = self.take_seq()?;
+        let words = [self.round, seq, self.runs, self.payload_bytes];
+        super::write_header(&mut self.head, 0, self.stream, words);
+        let crc = crc32c::crc32c_append(crc32c::crc32c(&self.head[..CRC_AT]), &self.head[HEADER_BYTES..]);
+        self.head[CRC_AT..HEADER_BYTES].copy_from_slice(&crc.to_le_bytes());
+        self.finished = true;
+        Ok((&self.head, self.payload_bytes as usize))
+    }
+
+    /// The marker that ends round `round` on this stream. What was pushed and not finished is dropped.
+    ///
+    /// # Errors
+    ///
+    /// The stream has used up its numbers.
+    pub fn marker(&mut self, round: u32) -> Result<[u8; HEADER_BYTES]> {
+        self.clear();
+        Ok(super::marker(self.stream, round, self.take_seq()?))
+    }
+
+    fn append(&mut self, run: Run) {
+        let (kind, fill) = match run.kind {
+            RunKind::Data => (0u32, 0),
+            RunKind::Zero => (1, 0),
+            RunKind::Fill(value) => (2, value),
+        };
+        let mut entry = [0; RUN_BYTES];
+        entry[..8].copy_from_slice(&run.range.start().0.to_le_bytes());
+        entry[8..16].copy_from_slice(&run.range.count().to_le_bytes());
+        entry[16..20].copy_from_slice(&kind.to_le_bytes());
+        entry[20..].copy_from_slice(&fill.to_le_bytes());
+        self.head.extend_from_slice(&entry);
+        self.runs += 1;
+        self.floor = run.range.end();
+    }
+
+    fn take_seq(&mut self) -> Result<u32> {
+        let seq = self.seq.ok_or(Error::Exhausted {
+            stream: self.stream,
+            what: "numbering of batches",
+            last: u32::MAX,
+        })?;
+        self.seq = seq.checked_add(1);
+        Ok(seq)
+    }
+
+    fn clear(&mut self) {
+        self.head.truncate(HEADER_BYTES);
+        self.runs = 0;
+        self.payload_bytes = 0;
+        self.floor = Pfn(0);
+        self.finished = false;
+    }
+}

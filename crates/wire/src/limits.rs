@@ -1,0 +1,181 @@
+//! The limits on what a control message may hold, and the one check that both sides make against them.
+//!
+//! The sender checks too: a message that the peer would refuse is an error where it is made. Text from a peer ends up
+//! on a terminal and in a log, so none of it may hold control characters.
+
+use crate::frame::Kind;
+use crate::message::{Digests, Hello, MAX_REASON_BYTES, MAX_SKIP_RANGES, Message, Skip};
+use crate::{Error, Result};
+use machine::Section;
+
+/// The most data streams of a migration.
+pub const MAX_STREAMS: u16 = 64;
+
+/// The most bytes of a name: a machine's kind, a balloon's dialect, an extra's or a section's name.
+pub const MAX_NAME_BYTES: usize = 64;
+
+/// The most extras in a machine's configuration.
+pub const MAX_EXTRAS: usize = 256;
+
+/// The most bytes of an extra's value.
+pub const MAX_EXTRA_VALUE_BYTES: usize = 1024;
+
+/// The most reasons in one `Refuse`; a sender puts the number of those it left out in the last one's place.
+pub const MAX_REASONS: usize = 64;
+
+/// The most bytes of state in one section: a frame's payload without its name and lengths.
+pub const MAX_SECTION_BYTES: usize = (1 << 20) - 1024;
+
+/// The most sections in a machine's state.
+pub const MAX_SECTIONS: u32 = 1024;
+
+/// The most digests in [`Digests`]; the sender makes its chunks large enough.
+pub const MAX_DIGEST_SUMS: usize = 32_768;
+
+/// Checks a message's fields against the limits. Whether its page ranges are RAM is not known here: that is up to
+/// whoever knows the layout.
+pub fn validate(message: &Message) -> Result<()> {
+    match message {
+        Message::Hello(hello) => check_hello(hello),
+        Message::Refuse { reasons } => {
+            limit("reasons of a refusal", reasons.len(), MAX_REASONS)?;
+            reasons.iter().try_for_each(|r| check_reason(Kind::Refuse, r))
+        }
+        Message::Skip(skip) => check_skip(skip),
+        Message::Section(section) => check_section(section),
+        Message::StateEnd { sections } => limit(
+            "sections of a machine's state",
+            *sections as usize,
+            MAX_SECTIONS as usize,
+        ),
+        Message::Digests(digests) => check_digests(digests),
+        Message::NotRunning(not_running) => check_reason(Kind::NotRunning, &not_running.reason),
+        Message::Abort { reason, .. } => check_reason(Kind::Abort, reason),
+        Message::Accept(_)
+        | Message::RoundEnd { .. }
+        | Message::RoundReceived { .. }
+        | Message::Ready { .. }
+        | Message::Commit(_)
+        | Message::Running(_)
+        | Message::Ping => Ok(()),
+    }
+}
+
+/// Cuts reasons to what a peer takes, and takes control characters out of them. Whatever went wrong here, its reason
+/// must not fail to reach the other side for being too long.
+pub(crate) fn clip(message: &Message) -> Option<Message> {
+    match message {
+        Message::Refuse { reasons } => {
+            let mut clipped: Vec<String> = reasons.iter().take(MAX_REASONS).map(|r| clip_reason(r)).collect();
+            if reasons.len() > MAX_REASONS {
+                clipped.truncate(MAX_REASONS - 1);
+                clipped.push(format!("and {} more reasons", reasons.len() - (MAX_REASONS - 1)));
+            }
+            Some(Message::Refuse { reasons: clipped })
+        }
+        Message::NotRunning(n) => Some(Message::NotRunning(crate::NotRunning {
+            reason: clip_reason(&n.reason),
+        })),
+        Message::Abort { reason, cancelled } => Some(Message::Abort {
+            reason: clip_reason(reason),
+            cancelled: *cancelled,
+        }),
+        _ => None,
+    }
+}
+
+fn clip_reason(reason: &str) -> String {
+    const MARK: &str = "...";
+    let plain: String = reason.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+    if plain.len() <= MAX_REASON_BYTES {
+        return plain;
+    }
+    let mut cut = MAX_REASON_BYTES - MARK.len();
+    while !plain.is_char_boundary(cut) {
+        cut -= 1;
+    }
+    format!("{}{MARK}", &plain[..cut])
+}
+
+fn check_hello(hello: &Hello) -> Result<()> {
+    if hello.streams == 0 || hello.streams > MAX_STREAMS {
+        let reason = format!("{} data streams; there are 1 to {MAX_STREAMS}", hello.streams);
+        return Err(invalid(Kind::Hello, reason));
+    }
+    let config = &hello.config;
+    text(Kind::Hello, "bytes of the machine's kind", &config.kind, MAX_NAME_BYTES)?;
+    text(
+        Kind::Hello,
+        "bytes of the balloon's dialect",
+        &config.balloon.dialect,
+        MAX_NAME_BYTES,
+    )?;
+    limit("extras of a machine's configuration", config.extra.len(), MAX_EXTRAS)?;
+    for (name, value) in &config.extra {
+        text(Kind::Hello, "bytes of an extra's name", name, MAX_NAME_BYTES)?;
+        text(Kind::Hello, "bytes of an extra's value", value, MAX_EXTRA_VALUE_BYTES)?;
+    }
+    Ok(())
+}
+
+fn check_skip(skip: &Skip) -> Result<()> {
+    limit("ranges of a Skip message", skip.ranges.len(), MAX_SKIP_RANGES)?;
+    if skip.ranges.is_empty() {
+        return Err(invalid(Kind::Skip, "no ranges".to_owned()));
+    }
+    match skip.ranges.iter().find(|r| r.is_empty()) {
+        Some(range) => Err(invalid(Kind::Skip, format!("empty range {range}"))),
+        None => Ok(()),
+    }
+}
+
+fn check_section(section: &Section) -> Result<()> {
+    if section.name.is_empty() {
+        return Err(invalid(Kind::Section, "a section without a name".to_owned()));
+    }
+    text(
+        Kind::Section,
+        "bytes of a section's name",
+        &section.name,
+        MAX_NAME_BYTES,
+    )?;
+    limit("bytes of a section's state", section.data.len(), MAX_SECTION_BYTES)
+}
+
+fn check_digests(digests: &Digests) -> Result<()> {
+    if digests.chunk_pages == 0 {
+        return Err(invalid(Kind::Digests, "chunks of 0 pages".to_owned()));
+    }
+    limit("digests of RAM", digests.sums.len(), MAX_DIGEST_SUMS)
+}
+
+fn check_reason(kind: Kind, reason: &str) -> Result<()> {
+    text(kind, "bytes of a reason", reason, MAX_REASON_BYTES)
+}
+
+fn text(kind: Kind, what: &'static str, text: &str, limit_bytes: usize) -> Result<()> {
+    limit(what, text.len(), limit_bytes)?;
+    if text.chars().any(char::is_control) {
+        let shown = text.escape_debug();
+        return Err(invalid(kind, format!("control characters in text: \"{shown}\"")));
+    }
+    Ok(())
+}
+
+fn limit(what: &'static str, value: usize, limit: usize) -> Result<()> {
+    if value > limit {
+        return Err(Error::Limit {
+            what,
+            value: value as u64,
+            limit: limit as u64,
+        });
+    }
+    Ok(())
+}
+
+fn invalid(kind: Kind, reason: String) -> Error {
+    Error::Invalid {
+        kind: kind.name(),
+        reason,
+    }
+}
