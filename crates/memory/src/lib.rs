@@ -1,1 +1,33 @@
-//! Guest RAM: backings, hole scan, dirty trackers, page I/O
+//! Guest RAM: backings, hole scan, dirty trackers, page I/O. The only crate that reaches guest memory by address.
+//!
+//! - [`GuestMemory`] is RAM mapped from a [`Backing`]; it implements [`machine::GuestRam`];
+//! - [`trackers`] are implementations of [`machine::DirtyTracker`]: by userfaultfd, by a bitmap that a VMM marks, and
+//!   for guests that do not run;
+//! - [`free_map`] and [`layout_file`] read the two files that can come with a guest's RAM in a file.
+//!
+//! Invariants:
+//!
+//! - no reference to guest memory exists: it is reached by system calls that take addresses and by volatile copies;
+//! - *RAM order is file order*: the regions of the layout lie in a RAM file one after the other, holes left out;
+//! - memory that is absent (never touched, or discarded) reads as zero, and finding that out does not allocate it;
+//! - whatever changes content behind the writers' backs (a discard) is told to every tracker, after it has happened.
+
+mod atomic_pages;
+mod backing;
+mod content;
+mod error;
+pub mod free_map;
+mod guest_ram;
+pub mod layout_file;
+mod populate;
+mod presence;
+mod ram;
+mod sys;
+pub mod trackers;
+mod zero_scan;
+
+pub use backing::{Backing, FileMode};
+pub use error::{Error, Result};
+pub use free_map::FreeMap;
+pub use presence::Presence;
+pub use ram::GuestMemory;

@@ -1,0 +1,101 @@
+//! A set of pages that many threads add to and one takes from, without a lock.
+//!
+//! Order of memory: whoever changed a page adds it *after* the change, with release; whoever takes it does so with
+//! acquire and reads the page after. So a page whose change the taker missed is still in the set, or comes into it.
+
+use pages::{Layout, PageRange, PageSet, Pfn};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The set. One bit a page, each region from a word of its own.
+#[derive(Debug)]
+pub(crate) struct AtomicPages {
+    layout: Arc<Layout>,
+    regions: Vec<Box<[AtomicU64]>>,
+}
+
+impl AtomicPages {
+    pub(crate) fn new(layout: &Arc<Layout>) -> Self {
+        let words = |r: &PageRange| (0..r.count().div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
+        AtomicPages {
+            layout: Arc::clone(layout),
+            regions: layout.regions().iter().map(words).collect(),
+        }
+    }
+
+    pub(crate) fn layout(&self) -> &Arc<Layout> {
+        &self.layout
+    }
+
+    /// Adds the RAM pages of `range`, which were changed before.
+    pub(crate) fn insert(&self, range: PageRange) {
+        self.each_word(range, |_, word, mask| {
+            // A bit that is set already needs no write, but its order still counts: hence no look before.
+            word.fetch_or(mask, Ordering::Release);
+        });
+    }
+
+    /// How many pages of `range` are in.
+    pub(crate) fn count(&self, range: PageRange) -> u64 {
+        let mut count = 0;
+        self.each_word(range, |_, word, mask| {
+            count += u64::from((word.load(Ordering::Relaxed) & mask).count_ones());
+        });
+        count
+    }
+
+    /// Takes all pages out and puts them into `into`.
+    pub(crate) fn take(&self, into: &mut PageSet) {
+        self.each_nonzero(|start, word| {
+            // swap, not load and store: what is added in between must stay.
+            into.insert_bitmap(start, &word.swap(0, Ordering::Acquire).to_le_bytes());
+        });
+    }
+
+    /// Puts the pages of `range` into `into`, and keeps them.
+    pub(crate) fn copy(&self, range: PageRange, into: &mut PageSet) {
+        self.each_word(range, |start, word, mask| {
+            let bits = word.load(Ordering::Relaxed) & mask;
+            if bits != 0 {
+                into.insert_bitmap(start, &bits.to_le_bytes());
+            }
+        });
+    }
+
+    /// Takes all pages out.
+    pub(crate) fn clear(&self) {
+        self.each_nonzero(|_, word| word.store(0, Ordering::Relaxed));
+    }
+
+    fn each_nonzero(&self, mut each: impl FnMut(Pfn, &AtomicU64)) {
+        for (region, words) in self.layout.regions().iter().zip(&self.regions) {
+            for (i, word) in words.iter().enumerate() {
+                if word.load(Ordering::Relaxed) != 0 {
+                    each(Pfn(region.start().0 + i as u64 * 64), word);
+                }
+            }
+        }
+    }
+
+    /// Calls `each` with every word that `range` touches, the page of its lowest bit, and the bits that are `range`'s.
+    fn each_word(&self, range: PageRange, mut each: impl FnMut(Pfn, &AtomicU64, u64)) {
+        for part in self.layout.clip(range) {
+            let Some(region) = self.layout.region_of(part.start()) else {
+                continue;
+            };
+            let base = self.layout.regions()[region].start().0;
+            let (mut at, end) = (part.start().0 - base, part.end().0 - base);
+            while at < end {
+                let bit = at % 64;
+                let room = (64 - bit).min(end - at);
+                let mask = (u64::MAX >> (64 - room)) << bit;
+                each(
+                    Pfn(base + at - bit),
+                    &self.regions[region][crate::sys::size(at / 64)],
+                    mask,
+                );
+                at += room;
+            }
+        }
+    }
+}

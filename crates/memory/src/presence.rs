@@ -1,0 +1,206 @@
+//! Which pages hold memory of the host, found without reading any.
+//!
+//! For private memory our page table tells all: an entry stays until it is discarded, swapped out or not. For shared
+//! memory it does not: what was reclaimed, split off a huge page, or put into the file by others has no entry, so every
+//! gap is looked up in the file (`SEEK_DATA`). A gap costs a system call, a resident stretch none.
+
+use crate::error::{Error, Result};
+use crate::ram::GuestMemory;
+use crate::sys::pagemap::{FILE, PFNZERO, PRESENT, Pagemap, SWAPPED, Wanted};
+use crate::sys::size;
+use pages::{PAGE_BYTES, PageRange, PageSet, Pfn};
+use std::io;
+
+/// How to find the pages that are present.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Presence {
+    /// The best way that is right for the backing.
+    #[default]
+    Auto,
+    /// The `PAGEMAP_SCAN` ioctl alone: what our page table has.
+    PagemapScan,
+    /// `/proc/self/pagemap` read whole: the same, slower. Counts the zero page as present.
+    PagemapFile,
+    /// The file's data and holes. For files only.
+    SeekData,
+}
+
+/// Words of `/proc/self/pagemap` read at a time: 2 MiB.
+const WORDS: usize = 1 << 18;
+
+impl GuestMemory {
+    /// The pages that hold memory of the host, found in the given way; a superset with the coarser ways. All but
+    /// [`Presence::Auto`] are for tests and measurements.
+    pub fn present_by(&self, way: Presence) -> Result<PageSet> {
+        let scanned = match way {
+            Presence::SeekData => {
+                if self.storage.file.is_none() {
+                    let error = io::Error::from(io::ErrorKind::Unsupported);
+                    return Err(Error::sys(
+                        "finding data of anonymous memory, which is in no file",
+                        error,
+                    ));
+                }
+                None
+            }
+            Presence::PagemapScan => return self.by_scan(),
+            Presence::PagemapFile => return self.by_words(),
+            Presence::Auto => match self.by_scan().or_else(|_| self.by_words()) {
+                Ok(found) => Some(found),
+                Err(e) if self.storage.file.is_none() => {
+                    tracing::warn!(error = %e, "holes cannot be found: all of guest RAM counts as present");
+                    Some(PageSet::full(&self.layout))
+                }
+                Err(_) => None,
+            },
+        };
+        if let Some(found) = &scanned
+            && self.storage.page_table_is_truth()
+        {
+            return Ok(found.clone());
+        }
+        self.with_file_data(scanned.unwrap_or_else(|| PageSet::empty(&self.layout)))
+    }
+
+    /// The runs of `range` (of one region) that our page table has; `None` if that cannot be told.
+    pub(crate) fn present_in(&self, range: PageRange) -> Result<Option<Vec<PageRange>>> {
+        let Some(pagemap) = &self.pagemap else {
+            return Ok(None);
+        };
+        let mut runs = Vec::new();
+        // An old kernel lacks the ioctl: not an error, just not known.
+        match self.scan(pagemap, range, self.wanted(), &mut |run| runs.push(run)) {
+            Ok(()) => Ok(Some(runs)),
+            Err(_) => Ok(None),
+        }
+    }
+
+    /// Scans `range` (of one region), in page frame numbers.
+    pub(crate) fn scan(
+        &self,
+        pagemap: &Pagemap,
+        range: PageRange,
+        wanted: Wanted,
+        each: &mut dyn FnMut(PageRange),
+    ) -> Result<()> {
+        let base = self.place(range)?.addr as u64;
+        let pfn = |addr: u64| Pfn(range.start().0 + (addr - base) / PAGE_BYTES);
+        pagemap
+            .scan(size(base), range.bytes(), wanted, &mut |s| {
+                each(PageRange::between(pfn(s.start), pfn(s.end)));
+            })
+            .map_err(|e| Error::sys(format!("scanning the page table of pages {range}"), e))
+    }
+
+    fn wanted(&self) -> Wanted {
+        // A shared mapping may have markers in place of pages (of a tracker), which count as swapped but not as a
+        // file's; a page in migration counts as both.
+        let shared = self.storage.file.is_some();
+        Wanted {
+            all: 0,
+            none: if shared { 0 } else { PFNZERO },
+            any: if shared { PRESENT | FILE } else { PRESENT | SWAPPED },
+            protect: false,
+        }
+    }
+
+    fn pagemap(&self) -> Result<&Pagemap> {
+        self.pagemap.as_ref().ok_or_else(|| {
+            let error = io::Error::from(io::ErrorKind::NotFound);
+            Error::sys("opening /proc/self/pagemap; is /proc mounted?", error)
+        })
+    }
+
+    fn by_scan(&self) -> Result<PageSet> {
+        let pagemap = self.pagemap()?;
+        let mut found = PageSet::empty(&self.layout);
+        for region in self.layout.regions() {
+            self.scan(pagemap, *region, self.wanted(), &mut |run| {
+                found.insert_range(run);
+            })?;
+        }
+        Ok(found)
+    }
+
+    fn by_words(&self) -> Result<PageSet> {
+        /// Present; swapped.
+        const HAS_PAGE: u64 = 1 << 63 | 1 << 62;
+        /// Of a file or shared memory. A marker is "swapped", but not this.
+        const OF_FILE: u64 = 1 << 61;
+        let pagemap = self.pagemap()?;
+        let mut found = PageSet::empty(&self.layout);
+        let mut words = vec![0u64; WORDS];
+        for region in self.layout.regions() {
+            let mut rest = *region;
+            while !rest.is_empty() {
+                let (part, tail) = rest.split_at(WORDS as u64);
+                let words = &mut words[..size(part.count())];
+                let addr = self.place(part)?.addr;
+                pagemap
+                    .words(addr, words)
+                    .map_err(|e| Error::sys(format!("reading /proc/self/pagemap for pages {part}"), e))?;
+                for (i, word) in words.iter().enumerate() {
+                    let marker = self.storage.file.is_some() && word & OF_FILE == 0;
+                    if word & HAS_PAGE != 0 && !marker {
+                        found.insert(Pfn(part.start().0 + i as u64));
+                    }
+                }
+                rest = tail;
+            }
+        }
+        Ok(found)
+    }
+
+    /// Adds what the file has in the gaps of `found`.
+    fn with_file_data(&self, found: PageSet) -> Result<PageSet> {
+        let mut all = found.clone();
+        for region in self.layout.regions() {
+            let mut at = region.start();
+            while at < region.end() {
+                let run = found.next_run(at).filter(|run| run.start() < region.end());
+                let gap = PageRange::between(at, run.map_or(region.end(), PageRange::start));
+                if !gap.is_empty() {
+                    self.file_data_in(gap, &mut all)?;
+                }
+                at = run.map_or(region.end(), PageRange::end);
+            }
+        }
+        Ok(all)
+    }
+
+    /// The runs of `range` (of one region) that hold memory of the host, in no order; all of it if that is not known.
+    pub(crate) fn present_runs(&self, range: PageRange) -> Result<Vec<PageRange>> {
+        let known = self.present_in(range)?;
+        if self.storage.page_table_is_truth() {
+            return Ok(known.unwrap_or_else(|| vec![range]));
+        }
+        let mut runs = known.unwrap_or_default();
+        let (mut at, scanned) = (range.start(), runs.len());
+        for i in 0..=scanned {
+            let run = if i < scanned {
+                runs[i]
+            } else {
+                PageRange::between(range.end(), range.end())
+            };
+            let gap = PageRange::between(at, run.start());
+            if !gap.is_empty() {
+                self.file_data_in(gap, &mut runs)?;
+            }
+            at = run.end();
+        }
+        Ok(runs)
+    }
+
+    fn file_data_in(&self, gap: PageRange, all: &mut impl Extend<PageRange>) -> Result<()> {
+        let place = self.place(gap)?;
+        self.check_length(gap, place)?;
+        let (mut at, end) = (place.offset, place.offset + gap.bytes());
+        while at < end {
+            let (data, hole) = self.next_data(at, end)?;
+            let pfn = |offset: u64| Pfn(gap.start().0 + (offset - place.offset) / PAGE_BYTES);
+            all.extend(Some(PageRange::between(pfn(data), pfn(hole))).filter(|data| !data.is_empty()));
+            at = hole;
+        }
+        Ok(())
+    }
+}
