@@ -1,0 +1,95 @@
+//! A limit on bytes a second that all streams of a migration share.
+
+use crate::transport::Closer;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How far behind its schedule sending may fall and still catch up: what was not used earlier is lost.
+const SLACK: Duration = Duration::from_millis(50);
+
+/// The longest sleep without a look at whether the migration is over.
+const NAP: Duration = Duration::from_millis(20);
+
+/// A token bucket that runs on a schedule: each batch books its time on the link, one behind the other.
+#[derive(Debug)]
+pub(crate) struct Pacer {
+    bytes_per_s: Option<u64>,
+    /// When the link is free again.
+    free_at: Mutex<Instant>,
+}
+
+impl Pacer {
+    /// `None` is no limit.
+    pub(crate) fn new(bytes_per_s: Option<u64>) -> Self {
+        Pacer {
+            bytes_per_s,
+            free_at: Mutex::new(Instant::now()),
+        }
+    }
+
+    /// Pages in a batch: fewer on a slow link, so that its flow is even.
+    pub(crate) fn batch_pages(&self, most: u64) -> u64 {
+        let in_a_twentieth = |rate: u64| rate / 20 / pages::PAGE_BYTES;
+        self.bytes_per_s
+            .map_or(most, |rate| in_a_twentieth(rate).clamp(1, most))
+    }
+
+    /// Waits until `bytes` may be sent; returns at once where the connections were closed.
+    pub(crate) fn wait(&self, bytes: u64, closer: &Closer) {
+        let Some(rate) = self.bytes_per_s else { return };
+        let start = self.book(bytes, rate, Instant::now());
+        while !closer.is_closed() {
+            let left = start.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            std::thread::sleep(left.min(NAP));
+        }
+    }
+
+    /// Books the link for `bytes`, and returns when their time begins.
+    fn book(&self, bytes: u64, rate: u64, now: Instant) -> Instant {
+        let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(rate.max(1));
+        let takes = Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
+        let mut free_at = self.free_at.lock().unwrap_or_else(PoisonError::into_inner);
+        let start = now
+            .checked_sub(SLACK)
+            .map_or(*free_at, |earliest| earliest.max(*free_at));
+        *free_at = start.checked_add(takes).unwrap_or(start);
+        start
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn batches_take_their_turn_on_the_link() {
+        let pacer = Pacer::new(Some(1 << 20));
+        let now = Instant::now() + Duration::from_secs(5);
+        let first = pacer.book(1 << 20, 1 << 20, now);
+        assert_eq!(first, now - SLACK);
+        assert_eq!(pacer.book(1 << 19, 1 << 20, now), first + Duration::from_secs(1));
+        assert_eq!(pacer.book(1, 1 << 20, now), first + Duration::from_millis(1500));
+        // An idle link gathers no more than its slack.
+        let later = now + Duration::from_secs(100);
+        assert_eq!(pacer.book(1, 1 << 20, later), later - SLACK);
+    }
+
+    #[test]
+    fn slow_links_get_small_batches() {
+        assert_eq!(Pacer::new(None).batch_pages(256), 256);
+        assert_eq!(Pacer::new(Some(1 << 40)).batch_pages(256), 256);
+        assert_eq!(Pacer::new(Some(4096 * 20 * 3)).batch_pages(256), 3);
+        assert_eq!(Pacer::new(Some(1)).batch_pages(256), 1);
+    }
+
+    #[test]
+    fn closing_ends_a_wait() {
+        let (pacer, closer) = (Pacer::new(Some(1)), Closer::default());
+        closer.close();
+        pacer.wait(1 << 40, &closer);
+        pacer.wait(1 << 40, &closer);
+    }
+}

@@ -1,0 +1,214 @@
+//! A destination's stream: reads batches straight into guest memory.
+//!
+//! Nothing is written to guest memory before the batch's table has passed every check, and nothing after the round's
+//! end: a batch of a round that is not open (see [`Gate`]) ends the migration, so no peer can write into a guest whose
+//! RAM was digested or that runs.
+
+use super::broken;
+use crate::transport::Closer;
+use engine::{DestinationEvent, ReceivedRun, Step};
+use machine::GuestRam;
+use pages::PageRange;
+use socket2::Socket;
+use std::io::{self, Read};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use tokio::sync::mpsc;
+use wire::batch::{self, BatchHeader, Run, RunKind, StreamOrder};
+
+/// The round that streams may deliver now. A source sends nothing of the next round before it was told that this one
+/// is received, so whatever is early is wrong, and nobody has to wait here.
+#[derive(Debug, Default)]
+pub(crate) struct Gate(AtomicU32);
+
+impl Gate {
+    /// No round.
+    const SHUT: u32 = u32::MAX;
+
+    /// Opens `round`, and closes the one before.
+    pub(crate) fn open(&self, round: u32) {
+        self.0.store(round, Ordering::Release);
+    }
+
+    /// Closes the last round.
+    pub(crate) fn shut(&self) {
+        self.open(Gate::SHUT);
+    }
+
+    fn check(&self, round: u32) -> Result<(), String> {
+        match self.0.load(Ordering::Acquire) {
+            open if open == round => Ok(()),
+            Gate::SHUT => Err(format!("pages of round {round} came after the last round was received")),
+            open => Err(format!("pages of round {round} came while round {open} was under way")),
+        }
+    }
+
+    fn is_shut(&self) -> bool {
+        self.0.load(Ordering::Acquire) == Gate::SHUT
+    }
+}
+
+/// All that a stream's thread needs.
+pub(crate) struct Receiver {
+    pub(crate) stream: u16,
+    pub(crate) socket: Socket,
+    pub(crate) ram: Arc<dyn GuestRam>,
+    pub(crate) memory_is_zero: bool,
+    pub(crate) gate: Arc<Gate>,
+    pub(crate) closer: Arc<Closer>,
+    pub(crate) events: mpsc::Sender<DestinationEvent>,
+}
+
+impl Receiver {
+    /// The thread: reads until the stream ends, or something is wrong with it.
+    pub(crate) fn run(self) {
+        let Err(error) = self.serve() else { return };
+        if self.closer.is_closed() {
+            // We closed it ourselves.
+            return;
+        }
+        let event = DestinationEvent::Failed {
+            step: Step::Receive,
+            error,
+        };
+        if self.events.blocking_send(event).is_err() {
+            tracing::trace!("a stream failed after the migration was over");
+        }
+    }
+
+    fn serve(&self) -> Result<(), String> {
+        let stream = self.stream;
+        let mut order = StreamOrder::new(stream);
+        let (mut table, mut runs, mut data) = (Vec::new(), Vec::new(), Vec::new());
+        while let Some(header) = self.read_header()? {
+            let wrong = |e: wire::Error| format!("data stream {stream}: {e}");
+            order.expect(&header).map_err(wrong)?;
+            self.gate.check(header.round())?;
+            let event = if header.is_marker() {
+                DestinationEvent::Marker {
+                    stream,
+                    round: header.round(),
+                }
+            } else {
+                table.resize(header.table_bytes(), 0);
+                self.read_exact(&mut table)?;
+                batch::decode_runs(&header, &table, self.ram.layout(), &mut runs).map_err(wrong)?;
+                self.take(&header, &runs, &mut data)?;
+                received(&header, &runs)
+            };
+            if self.events.blocking_send(event).is_err() {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    /// The next header; `None` where the stream has ended and nothing was owed.
+    fn read_header(&self) -> Result<Option<BatchHeader>, String> {
+        let mut header = [0; batch::HEADER_BYTES];
+        let have = self.read_some(&mut header)?;
+        if have == 0 {
+            if self.gate.is_shut() {
+                return Ok(None);
+            }
+            return Err(format!(
+                "the source closed data stream {} in the middle of a round",
+                self.stream
+            ));
+        }
+        if have < header.len() {
+            return Err(self.cut_off());
+        }
+        let header = batch::decode_header(&header).map_err(|e| format!("data stream {}: {e}", self.stream))?;
+        Ok(Some(header))
+    }
+
+    /// Carries a batch out.
+    fn take(&self, header: &BatchHeader, runs: &[Run], data: &mut Vec<PageRange>) -> Result<(), String> {
+        data.clear();
+        for run in runs {
+            match run.kind {
+                RunKind::Data => data.push(run.range),
+                // In round 0 each page comes once, and into memory that nobody has written.
+                RunKind::Zero if self.memory_is_zero && header.round() == 0 => {}
+                RunKind::Zero => self
+                    .ram
+                    .zero(run.range)
+                    .map_err(|e| format!("zeroing pages {}: {e}", run.range))?,
+                RunKind::Fill(value) => {
+                    let filled = self.ram.fill(run.range, value);
+                    filled.map_err(|e| format!("filling pages {}: {e}", run.range))?;
+                }
+            }
+        }
+        let (mut done, total) = (0, header.payload_bytes());
+        while done < total {
+            match self.ram.read_from(self.socket.as_fd(), data, done) {
+                Ok(0) => return Err(self.cut_off()),
+                Ok(n) => done += n,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(broken(self.stream, "pages were received", &error)),
+            }
+        }
+        Ok(())
+    }
+
+    fn read_exact(&self, into: &mut [u8]) -> Result<(), String> {
+        let have = self.read_some(into)?;
+        if have < into.len() { Err(self.cut_off()) } else { Ok(()) }
+    }
+
+    /// Fills `into` unless the stream ends before; returns how much came.
+    fn read_some(&self, into: &mut [u8]) -> Result<usize, String> {
+        let mut done = 0;
+        while done < into.len() {
+            match (&self.socket).read(&mut into[done..]) {
+                Ok(0) => break,
+                Ok(n) => done += n,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(broken(self.stream, "a batch was awaited", &error)),
+            }
+        }
+        Ok(done)
+    }
+
+    fn cut_off(&self) -> String {
+        format!("the source closed data stream {} in the middle of a batch", self.stream)
+    }
+}
+
+fn received(header: &BatchHeader, runs: &[Run]) -> DestinationEvent {
+    let run = |run: &Run| ReceivedRun {
+        range: run.range,
+        kind: match run.kind {
+            RunKind::Data => engine::RunKind::Data,
+            RunKind::Zero => engine::RunKind::Zero,
+            RunKind::Fill(_) => engine::RunKind::Fill,
+        },
+    };
+    DestinationEvent::Received {
+        stream: header.stream(),
+        round: header.round(),
+        runs: runs.iter().map(run).collect(),
+        wire_bytes: (batch::HEADER_BYTES + header.table_bytes() + header.payload_bytes()) as u64,
+        payload_bytes: header.payload_bytes() as u64,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_open_round_passes_the_gate() {
+        let gate = Gate::default();
+        assert!(gate.check(0).is_ok());
+        assert!(gate.check(1).unwrap_err().contains("round 1 came while round 0"));
+        gate.open(1);
+        assert!(gate.check(0).is_err());
+        gate.shut();
+        assert!(gate.check(1).unwrap_err().contains("after the last round"));
+        assert!(gate.is_shut());
+    }
+}

@@ -1,0 +1,251 @@
+//! A source's stream: takes chunks, looks for zero pages, sends batches.
+//!
+//! A batch is looked through right before it is written, so that the write finds its pages in the cache.
+
+use super::{Pacer, broken};
+use crate::Address;
+use crate::transport::{self, Closer};
+use engine::{Chunk, Content, SourceEvent, Step};
+use machine::{GuestRam, PageKind};
+use pages::{PAGE_BYTES, PageRange};
+use socket2::Socket;
+use std::io::{self, Read, Write};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::mpsc;
+use wire::batch::{BatchBuilder, Run, RunKind};
+use wire::{ConnectionRole, Preamble, PreambleReply, SessionId};
+
+/// Pages of content in a batch: 1 MiB, the fastest size (see `docs/architecture.md`).
+const BATCH_PAGES: u64 = 256;
+
+/// What a stream is told to do.
+#[derive(Debug)]
+pub(crate) enum Command {
+    /// Send this.
+    Chunk(Chunk),
+    /// Send the end-of-round marker.
+    EndRound(u32),
+}
+
+/// All that a stream's thread needs.
+pub(crate) struct Sender {
+    pub(crate) stream: u16,
+    pub(crate) to: Address,
+    pub(crate) session: SessionId,
+    pub(crate) connect_timeout: Duration,
+    pub(crate) buffer_bytes: usize,
+    pub(crate) skip_zero: bool,
+    pub(crate) ram: Arc<dyn GuestRam>,
+    pub(crate) pacer: Arc<Pacer>,
+    pub(crate) closer: Arc<Closer>,
+    pub(crate) events: mpsc::Sender<SourceEvent>,
+}
+
+impl Sender {
+    /// The thread: connects, then does as told until nobody is left to tell.
+    pub(crate) fn run(self, commands: std::sync::mpsc::Receiver<Command>) {
+        let events = self.events.clone();
+        if let Err(error) = self.serve(commands) {
+            let event = SourceEvent::Failed {
+                step: Step::Send,
+                error,
+            };
+            if events.blocking_send(event).is_err() {
+                tracing::trace!("a stream failed after the migration was over");
+            }
+        }
+    }
+
+    fn serve(self, commands: std::sync::mpsc::Receiver<Command>) -> Result<(), String> {
+        let socket = self.connect()?;
+        let events = self.events.clone();
+        let mut sending = Sending {
+            batch_pages: self.pacer.batch_pages(BATCH_PAGES),
+            builder: BatchBuilder::new(self.stream),
+            data: Vec::new(),
+            data_pages: 0,
+            zero: Vec::new(),
+            wire_bytes: 0,
+            payload_bytes: 0,
+            socket,
+            sender: self,
+        };
+        while let Ok(command) = commands.recv() {
+            match command {
+                Command::Chunk(chunk) => {
+                    let event = sending.send_chunk(chunk)?;
+                    if events.blocking_send(event).is_err() {
+                        return Ok(());
+                    }
+                }
+                Command::EndRound(round) => sending.send_marker(round)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn connect(&self) -> Result<Socket, String> {
+        let stream = self.stream;
+        let socket = transport::connect(&self.to, self.connect_timeout, Some(self.buffer_bytes))
+            .map_err(|e| format!("opening data stream {stream}: {e}"))?;
+        let doing = |e: io::Error| broken(stream, "it was opened", &e);
+        self.closer.add(&socket).map_err(doing)?;
+        socket.set_read_timeout(Some(self.connect_timeout)).map_err(doing)?;
+        let preamble = Preamble {
+            versions: wire::VERSIONS,
+            session: self.session,
+            role: ConnectionRole::Data { stream },
+        };
+        (&socket).write_all(&preamble.encode()).map_err(doing)?;
+        let mut reply = [0; wire::REPLY_BYTES];
+        (&socket).read_exact(&mut reply).map_err(doing)?;
+        let agreed = PreambleReply::decode(&reply).and_then(|reply| reply.agreed(wire::VERSIONS));
+        agreed.map_err(|e| format!("opening data stream {stream}: {e}"))?;
+        Ok(socket)
+    }
+}
+
+/// A stream that is connected.
+struct Sending {
+    sender: Sender,
+    socket: Socket,
+    builder: BatchBuilder,
+    batch_pages: u64,
+    /// The data runs of the batch that is being made, and their pages.
+    data: Vec<PageRange>,
+    data_pages: u64,
+    /// Of the chunk: pages that were told as zero, and bytes.
+    zero: Vec<PageRange>,
+    wire_bytes: u64,
+    payload_bytes: u64,
+}
+
+impl Sending {
+    fn send_chunk(&mut self, chunk: Chunk) -> Result<SourceEvent, String> {
+        self.builder.start(chunk.round);
+        self.zero = Vec::new();
+        (self.wire_bytes, self.payload_bytes) = (0, 0);
+        match chunk.content {
+            Content::Pages(ranges) => {
+                for range in ranges {
+                    self.add_pages(range)?;
+                }
+            }
+            Content::Fill { ranges, value } => {
+                for range in ranges {
+                    self.add(range, RunKind::Fill(value))?;
+                }
+            }
+        }
+        self.flush()?;
+        Ok(SourceEvent::Sent {
+            stream: self.sender.stream,
+            chunk: chunk.id,
+            zero: std::mem::take(&mut self.zero),
+            wire_bytes: self.wire_bytes,
+            payload_bytes: self.payload_bytes,
+        })
+    }
+
+    fn add_pages(&mut self, mut range: PageRange) -> Result<(), String> {
+        if !self.sender.skip_zero {
+            return self.add(range, RunKind::Data);
+        }
+        let ram = Arc::clone(&self.sender.ram);
+        let mut kinds: Vec<(PageRange, PageKind)> = Vec::new();
+        while !range.is_empty() {
+            // No more than this batch takes: the rest is looked at when it is its turn.
+            let (part, rest) = range.split_at(self.batch_pages - self.data_pages);
+            range = rest;
+            kinds.clear();
+            ram.classify(part, &mut |range, kind| kinds.push((range, kind)))
+                .map_err(|e| format!("reading pages {part}: {e}"))?;
+            for (range, kind) in &kinds {
+                match kind {
+                    PageKind::Data => self.add(*range, RunKind::Data)?,
+                    PageKind::Zero => {
+                        extend(&mut self.zero, *range);
+                        self.add(*range, RunKind::Zero)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, mut range: PageRange, kind: RunKind) -> Result<(), String> {
+        while !range.is_empty() {
+            let room = match kind {
+                RunKind::Data => self.batch_pages - self.data_pages,
+                RunKind::Zero | RunKind::Fill(_) => u64::MAX,
+            };
+            let (part, rest) = range.split_at(room);
+            if !self
+                .builder
+                .push(Run { range: part, kind })
+                .map_err(|e| e.to_string())?
+            {
+                self.flush()?;
+                continue;
+            }
+            range = rest;
+            if kind == RunKind::Data {
+                self.data.push(part);
+                self.data_pages += part.count();
+            }
+            if self.data_pages == self.batch_pages {
+                self.flush()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends the batch as it is.
+    fn flush(&mut self) -> Result<(), String> {
+        if self.builder.is_empty() {
+            return Ok(());
+        }
+        let (head, payload_bytes) = self.builder.finish().map_err(|e| e.to_string())?;
+        let total = head.len() + payload_bytes;
+        let sender = &self.sender;
+        sender.pacer.wait(total as u64, &sender.closer);
+        write_out(&*sender.ram, &self.socket, head, &self.data, total)
+            .map_err(|e| broken(sender.stream, "pages were sent", &e))?;
+        self.wire_bytes += total as u64;
+        self.payload_bytes += self.data_pages * PAGE_BYTES;
+        self.data.clear();
+        self.data_pages = 0;
+        Ok(())
+    }
+
+    fn send_marker(&mut self, round: u32) -> Result<(), String> {
+        let marker = self.builder.marker(round).map_err(|e| e.to_string())?;
+        (&self.socket)
+            .write_all(&marker)
+            .map_err(|e| broken(self.sender.stream, "the end of a round was sent", &e))
+    }
+}
+
+/// Writes `head` and then `ranges`, `total` bytes in all, however few the socket takes at a time.
+fn write_out(ram: &dyn GuestRam, to: &Socket, head: &[u8], ranges: &[PageRange], total: usize) -> io::Result<()> {
+    let mut done = 0;
+    while done < total {
+        match ram.write_to(to.as_fd(), head, ranges, done) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(n) => done += n,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// Adds `range` to an ascending list, to its last range where that ends here.
+fn extend(list: &mut Vec<PageRange>, range: PageRange) {
+    match list.last_mut() {
+        Some(last) if last.end() == range.start() => *last = PageRange::between(last.start(), range.end()),
+        _ => list.push(range),
+    }
+}

@@ -1,0 +1,59 @@
+//! What the library could not do.
+
+use crate::Address;
+use std::io;
+
+/// What could not be done, before the engine had a say or beside it.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Text that is no address.
+    #[error("\"{text}\" is no address: {why}; write tcp:HOST:PORT, unix:PATH or vsock:CID:PORT")]
+    Address {
+        /// What was given.
+        text: String,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// No socket can listen there.
+    #[error("cannot listen on {address}: {source}; is something else listening there?")]
+    Listen {
+        /// Where.
+        address: Address,
+        /// The system's reason.
+        #[source]
+        source: io::Error,
+    },
+    /// The receiver cannot be reached.
+    #[error("cannot connect to {address}: {source}; is a receiver listening there?")]
+    Connect {
+        /// Where.
+        address: Address,
+        /// The system's reason.
+        #[source]
+        source: io::Error,
+    },
+    /// A connection broke.
+    #[error("{doing}: {source}")]
+    Io {
+        /// What was being done.
+        doing: String,
+        /// The system's reason.
+        #[source]
+        source: io::Error,
+    },
+    /// Bytes of a peer that make no sense.
+    #[error(transparent)]
+    Wire(#[from] wire::Error),
+    /// Settings that cannot work.
+    #[error("{0}")]
+    Options(String),
+}
+
+impl Error {
+    pub(crate) fn io(doing: impl Into<String>, source: io::Error) -> Self {
+        Error::Io {
+            doing: doing.into(),
+            source,
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! Starting a migration, and watching, cancelling and awaiting it.
+
+use crate::{Address, Guest, Listener, ReceiveOptions, SendOptions, destination, report, source};
+use engine::{Outcome, Progress, Role};
+use machine::MachineConfig;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+use tokio::sync::Notify;
+use tokio::task::JoinHandle;
+
+/// Starts migrations.
+#[derive(Clone, Copy, Debug)]
+pub struct Migration;
+
+impl Migration {
+    /// Sends `guest` to the receiver at `to`. Returns at once; the migration runs on the current tokio runtime and on
+    /// threads of its own. Its clock starts here.
+    ///
+    /// # Panics
+    ///
+    /// Outside of a tokio runtime.
+    pub fn send(guest: Guest, to: &Address, options: SendOptions) -> Handle {
+        let (watch, started, to) = (Watch::default(), Instant::now(), to.clone());
+        let inner = watch.clone();
+        let task = tokio::spawn(async move { source::run(guest, to, options, inner, started).await });
+        Handle {
+            watch,
+            task,
+            role: Role::Source,
+        }
+    }
+
+    /// Waits on `listener` for one guest and takes it. `prepare` is called with the source's configuration and returns
+    /// a paused machine like it, or the reasons why there is none; it is called once a source that comes (a source that
+    /// only asks, with `dry_run`, is answered, and the next one awaited), on a thread that may block.
+    ///
+    /// # Panics
+    ///
+    /// Outside of a tokio runtime.
+    pub fn receive<F>(listener: Listener, options: ReceiveOptions, prepare: F) -> Handle
+    where
+        F: FnMut(&MachineConfig) -> Result<Guest, Vec<String>> + Send + 'static,
+    {
+        let watch = Watch::default();
+        let inner = watch.clone();
+        let task = tokio::spawn(async move { destination::run(listener, options, Box::new(prepare), inner).await });
+        Handle {
+            watch,
+            task,
+            role: Role::Receiver,
+        }
+    }
+}
+
+/// The end of a migration.
+#[derive(Debug)]
+pub struct Finished {
+    /// How it ended, why, and its figures.
+    pub outcome: Outcome,
+    /// The guest. A source gets its own back whatever happened (paused where it was handed over or that is unknown,
+    /// else as it was before); `None` only if a thread of the library died. A destination gets the guest that came,
+    /// running or paused, and `None` unless it completed.
+    pub guest: Option<Guest>,
+}
+
+/// A migration under way. Dropping it lets the migration go on unwatched, and its guest is dropped at the end.
+#[derive(Debug)]
+pub struct Handle {
+    watch: Watch,
+    task: JoinHandle<Finished>,
+    role: Role,
+}
+
+impl Handle {
+    /// Where it stands.
+    pub fn progress(&self) -> Progress {
+        self.watch.progress()
+    }
+
+    /// Asks for an end; [`Handle::finish`] returns soon after. Without effect once the guest was handed over. May be
+    /// called again.
+    pub fn cancel(&self) {
+        self.watch.cancel.notify_one();
+    }
+
+    /// A function that does what [`Handle::cancel`] does, for a signal handler or another thread.
+    pub fn canceller(&self) -> impl Fn() + Send + Sync + 'static {
+        let cancel = Arc::clone(&self.watch.cancel);
+        move || cancel.notify_one()
+    }
+
+    /// A function that returns what [`Handle::progress`] does, for a progress bar's own task.
+    pub fn observer(&self) -> impl Fn() -> Progress + Send + Sync + 'static {
+        let watch = self.watch.clone();
+        move || watch.progress()
+    }
+
+    /// Waits for the end.
+    pub async fn finish(self) -> Finished {
+        match self.task.await {
+            Ok(finished) => finished,
+            Err(error) => Finished {
+                outcome: report::failed(self.role, format!("the migration's own task died: {error}"), 0.0),
+                guest: None,
+            },
+        }
+    }
+}
+
+/// What a handle and its migration share.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Watch {
+    progress: Arc<Mutex<Progress>>,
+    cancel: Arc<Notify>,
+}
+
+impl Watch {
+    fn progress(&self) -> Progress {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(crate) fn publish(&self, progress: Progress) {
+        *self.progress.lock().unwrap_or_else(PoisonError::into_inner) = progress;
+    }
+
+    /// Returns when somebody cancels, or has since the last time that this was asked.
+    pub(crate) async fn cancelled(&self) {
+        self.cancel.notified().await;
+    }
+}

@@ -1,0 +1,99 @@
+//! A guest as the library takes it, and the settings of both sides.
+
+use crate::Error;
+use engine::{DestinationConfig, SourceConfig};
+use machine::{DirtyTracker, FreePages, GuestRam, Machine};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A guest: the four traits of the `machine` crate. A migration owns it while it lasts and hands it back at its end.
+pub struct Guest {
+    /// Its memory.
+    pub ram: Arc<dyn GuestRam>,
+    /// Which of its pages are written.
+    pub tracker: Box<dyn DirtyTracker>,
+    /// Its own word on which pages are free; [`machine::NoBalloon`] where there is none.
+    pub free_pages: Box<dyn FreePages>,
+    /// Its vCPUs and devices.
+    pub machine: Box<dyn Machine>,
+}
+
+impl std::fmt::Debug for Guest {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Guest")
+            .field("config", &self.machine.config())
+            .field("running", &self.machine.is_running())
+            .finish_non_exhaustive()
+    }
+}
+
+/// A source's settings.
+#[derive(Clone, Debug)]
+pub struct SendOptions {
+    /// What the engine decides by.
+    pub source: SourceConfig,
+    /// How long connecting, and the receiver's first answer, may take.
+    pub connect_timeout: Duration,
+    /// The most bytes a second that all streams together send; `None`: as fast as the link takes them.
+    pub max_bandwidth: Option<u64>,
+    /// Bytes of kernel buffer a data socket asks for; 4 MiB is best on fast links.
+    pub socket_buffer_bytes: usize,
+}
+
+impl Default for SendOptions {
+    fn default() -> Self {
+        SendOptions {
+            source: SourceConfig::default(),
+            connect_timeout: Duration::from_secs(10),
+            max_bandwidth: None,
+            socket_buffer_bytes: 4 << 20,
+        }
+    }
+}
+
+impl SendOptions {
+    pub(crate) fn check(&self) -> Result<(), Error> {
+        let streams = self.source.streams;
+        if streams == 0 || streams > MAX_STREAMS {
+            return Err(Error::Options(format!(
+                "{streams} data streams were asked for; use 1 to {MAX_STREAMS}"
+            )));
+        }
+        if self.max_bandwidth == Some(0) {
+            return Err(Error::Options(
+                "a bandwidth of 0 would never send a page; leave it out for no limit".to_owned(),
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// The most data streams a migration has.
+pub(crate) const MAX_STREAMS: u16 = 64;
+
+/// A destination's settings.
+#[derive(Clone, Debug)]
+pub struct ReceiveOptions {
+    /// What the engine decides by.
+    pub destination: DestinationConfig,
+    /// The most bytes of guest RAM that are taken; a larger guest is refused. `None`: what `prepare` can make.
+    pub max_memory: Option<u64>,
+    /// Whether `prepare` returns memory that is populated already; told to the source for its report.
+    pub populated: bool,
+    /// How long a new connection may take to say who it is, and a source to open all its streams.
+    pub handshake_timeout: Duration,
+    /// Bytes of kernel buffer a data socket asks for.
+    pub socket_buffer_bytes: usize,
+}
+
+impl Default for ReceiveOptions {
+    fn default() -> Self {
+        ReceiveOptions {
+            destination: DestinationConfig::default(),
+            max_memory: None,
+            populated: false,
+            handshake_timeout: Duration::from_secs(10),
+            socket_buffer_bytes: 4 << 20,
+        }
+    }
+}
