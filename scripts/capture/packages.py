@@ -1,0 +1,115 @@
+"""Debian's kernel and busybox, fetched and taken apart but not installed, and the emulator, installed when absent.
+
+Packages are kept under the user's cache, each unpacked in a folder of its own that appears by a rename: a folder that
+is there is whole, so a later run needs no network.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from common import CaptureError, progress
+
+EMULATOR = "qemu-system-x86_64"
+_COMMAND_LIMIT_S = 900
+
+
+def cache_dir():
+    """Where packages are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "pageferry" / "capture"
+
+
+def run(what, command, **options):
+    """Runs a command to its end, bounded, and returns its standard output. Raises CaptureError with what it said."""
+    options = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": _COMMAND_LIMIT_S, **options}
+    try:
+        done = subprocess.run(command, text=True, check=False, **options)
+    except FileNotFoundError as error:
+        raise CaptureError(f"{what}: {command[0]} is not on this machine; install it") from error
+    except subprocess.TimeoutExpired as error:
+        raise CaptureError(f"{what}: {command[0]} took more than {options['timeout']} s") from error
+    if done.returncode != 0:
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-8:])
+        raise CaptureError(f"{what}: {' '.join(map(str, command))} ended with {done.returncode}:\n{tail}")
+    return done.stdout
+
+
+def update_lists():
+    """Brings apt's lists up to date, which only root may."""
+    if os.geteuid() == 0:
+        progress("apt-get update")
+        run("updating the package lists", ["apt-get", "update"])
+
+
+def ensure_emulator():
+    """Installs the emulator by apt when it is not there, and returns its path."""
+    found = shutil.which(EMULATOR)
+    if found:
+        return found
+    if os.geteuid() != 0:
+        raise CaptureError(f"{EMULATOR} is not here and installing it takes root: apt-get install qemu-system-x86")
+    update_lists()
+    progress("installing qemu-system-x86")
+    run(
+        "installing the emulator",
+        ["apt-get", "install", "-y", "--no-install-recommends", "qemu-system-x86"],
+        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+    )
+    found = shutil.which(EMULATOR)
+    if not found:
+        raise CaptureError(f"qemu-system-x86 is installed, yet {EMULATOR} is not on the PATH")
+    return found
+
+
+def _newest(pattern):
+    found = sorted(cache_dir().glob(pattern), key=lambda path: path.stat().st_mtime)
+    return found[-1] if found else None
+
+
+def _fetch(package):
+    """Downloads and unpacks one package; its folder is named after the package and its version."""
+    progress(f"fetching {package}")
+    cache_dir().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="fetch-", dir=cache_dir()) as work:
+        # apt drops its rights to the user _apt for a download and warns when that one cannot write here; it goes on.
+        run(f"downloading {package}", ["apt-get", "download", package], cwd=work)
+        archives = list(Path(work).glob("*.deb"))
+        if len(archives) != 1:
+            raise CaptureError(f"downloading {package}: {len(archives)} archives came in place of one")
+        tree = Path(work) / "tree"
+        run(f"unpacking {package}", ["dpkg", "-x", str(archives[0]), str(tree)])
+        # apt writes the colon of an epoch as %3a.
+        target = cache_dir() / archives[0].stem.replace("%3a", ":")
+        shutil.rmtree(target, ignore_errors=True)
+        tree.rename(target)
+    return target
+
+
+def _kernel_package():
+    """The package that linux-image-cloud-amd64 stands for: the one with the kernel in it."""
+    said = run("looking up Debian's cloud kernel", ["apt-cache", "depends", "linux-image-cloud-amd64"])
+    match = re.search(r"Depends: (linux-image-\S+-cloud-amd64)", said)
+    if not match:
+        raise CaptureError("looking up Debian's cloud kernel: apt knows no linux-image-cloud-amd64; run apt-get update")
+    return match[1]
+
+
+def kernel_and_busybox(refresh):
+    """Paths of vmlinuz and of a static busybox: from the cache, or fetched when not there or when `refresh` says so."""
+    kernel = None if refresh else _newest("linux-image-*/boot/vmlinuz-*")
+    busybox = None if refresh else _newest("busybox-static_*/bin/busybox")
+    if not (kernel and busybox):
+        update_lists()
+        _fetch(_kernel_package())
+        _fetch("busybox-static")
+        kernel = _newest("linux-image-*/boot/vmlinuz-*")
+        busybox = _newest("busybox-static_*/bin/busybox") or _newest("busybox-static_*/usr/bin/busybox")
+    if not kernel:
+        raise CaptureError(f"no vmlinuz in the kernel package under {cache_dir()}; try --refresh")
+    if not busybox:
+        raise CaptureError(f"no busybox in the busybox-static package under {cache_dir()}; try --refresh")
+    return kernel, busybox
