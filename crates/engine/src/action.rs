@@ -66,6 +66,8 @@ pub enum Step {
     Prepare,
     /// Receiving pages.
     Receive,
+    /// [`DestinationAction::Zero`]
+    Zero,
     /// [`DestinationAction::Restore`]
     Restore,
     /// The control connection.
@@ -252,7 +254,8 @@ pub enum DestinationAction {
     Transmit(Message),
     /// Make a machine like the source's, and its RAM, and take its data streams. -> `Prepared`, or `Refused`
     Prepare(Box<Hello>),
-    /// Make these pages read as zero. Not answered unless it fails.
+    /// Make these pages read as zero. -> `Zeroed`. The round's barrier waits for it: a zeroing that lands after a later
+    /// round's page would destroy it.
     Zero(Vec<PageRange>),
     /// Digest RAM, these pages left out. -> `Digested`
     Digest {
@@ -285,6 +288,8 @@ pub enum DestinationEvent {
     },
     /// No such machine can be made here, for these reasons.
     Refused(Vec<String>),
+    /// See [`DestinationAction::Zero`].
+    Zeroed,
     /// A batch is in memory.
     Received {
         /// Which stream.

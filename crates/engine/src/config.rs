@@ -37,9 +37,17 @@ pub struct SkipSet {
 
 impl SkipSet {
     /// All three: the default.
-    pub const ALL: SkipSet = SkipSet { free: true, zero: true, hole: true };
+    pub const ALL: SkipSet = SkipSet {
+        free: true,
+        zero: true,
+        hole: true,
+    };
     /// None: every page crosses with its content.
-    pub const NONE: SkipSet = SkipSet { free: false, zero: false, hole: false };
+    pub const NONE: SkipSet = SkipSet {
+        free: false,
+        zero: false,
+        hole: false,
+    };
 }
 
 /// A source's settings.
@@ -97,6 +105,10 @@ pub struct DestinationConfig {
 
 impl Default for DestinationConfig {
     fn default() -> Self {
-        DestinationConfig { peer_timeout: Duration::from_secs(10), stay_paused: false, memory_is_zero: true }
+        DestinationConfig {
+            peer_timeout: Duration::from_secs(10),
+            stay_paused: false,
+            memory_is_zero: true,
+        }
     }
 }

@@ -11,17 +11,34 @@
 #![forbid(unsafe_code)]
 
 mod action;
+mod ask;
+mod bandwidth;
 mod config;
+mod destination;
+mod digests;
+mod error;
+mod fates;
+mod faults;
+mod limits;
 mod outcome;
+mod progress;
 mod report;
+mod source;
+mod timers;
 
 pub use action::{
     Chunk, ChunkId, Content, DestinationAction, DestinationEvent, Peeked, ReceivedRun, RunKind, Scanned, SourceAction,
     SourceEvent, Step,
 };
 pub use config::{Ask, DestinationConfig, OnTimeout, SkipSet, SourceConfig};
+pub use destination::Destination;
+#[cfg(feature = "planted-faults")]
+pub use faults::Fault;
 pub use outcome::{Ending, Outcome};
+pub use progress::{Phase, Progress};
 pub use report::{BalloonReport, PagesReport, Report, Role, RoundReport};
+pub use source::Source;
 
-/// A point in time: a duration since an origin that the caller chose and keeps.
+/// A point in time: a duration since an origin that the caller chose and keeps. A source's origin is the command to
+/// migrate: `total_ms` counts from it.
 pub type Time = std::time::Duration;

@@ -1,0 +1,194 @@
+//! State, digests, `Ready`, `Commit`: how the guest becomes this side's.
+
+use super::{Destination, PEER, State};
+use crate::digests::{self, chunk_pages};
+use crate::error::Error;
+use crate::faults::Fault;
+use crate::limits::{MAX_SECTIONS, MAX_STATE_BYTES, section_bytes};
+use crate::{DestinationAction, Ending, Time};
+use machine::{MachineState, Section};
+use std::time::Duration;
+use wire::{Commit, Digests, Message, Running};
+
+/// What the switchover has collected.
+#[derive(Debug, Default)]
+pub(super) struct Handover {
+    sections: Vec<Section>,
+    state_bytes: u64,
+    /// All sections are here, since when.
+    state_end: Option<Time>,
+    /// The source's digests.
+    theirs: Option<Digests>,
+    /// How RAM was or is being cut here, and what came out.
+    ours_chunk_pages: u64,
+    ours: Option<Vec<u128>>,
+    pub(super) verified: Option<bool>,
+    /// How long the restore had to wait for digests.
+    pub(super) verify_wait: Duration,
+    pub(super) commit: Option<Commit>,
+}
+
+impl Destination {
+    fn verifies(&self) -> bool {
+        self.terms.as_ref().is_some_and(|terms| terms.verify)
+    }
+
+    /// Digests RAM while the source digests its own, cut as it is bound to cut it.
+    pub(super) fn begin_digest(&mut self) {
+        if let Some(rounds) = self.rounds.as_ref().filter(|_| self.verifies()) {
+            let chunk_pages = chunk_pages(rounds.layout());
+            self.digest(chunk_pages);
+        }
+    }
+
+    fn digest(&mut self, chunk_pages: u64) {
+        let Some(rounds) = &self.rounds else { return };
+        let excluded = rounds.fates.nobodys();
+        self.handover.ours_chunk_pages = chunk_pages;
+        self.handover.ours = None;
+        self.push(DestinationAction::Digest { excluded, chunk_pages });
+    }
+
+    pub(super) fn section(&mut self, section: Section) {
+        let handover = &mut self.handover;
+        handover.state_bytes = handover.state_bytes.saturating_add(section_bytes(&section));
+        if handover.sections.len() >= MAX_SECTIONS as usize || handover.state_bytes > MAX_STATE_BYTES {
+            return self.invalid(format!(
+                "more machine state than {MAX_SECTIONS} sections of {MAX_STATE_BYTES} bytes in all"
+            ));
+        }
+        if handover.state_end.is_some() {
+            return self.invalid("a Section after StateEnd".to_owned());
+        }
+        handover.sections.push(section);
+    }
+
+    pub(super) fn digests(&mut self, theirs: Digests) {
+        let verifies = self.verifies();
+        let Some(rounds) = &self.rounds else { return };
+        if !verifies || self.handover.theirs.is_some() || self.handover.state_end.is_some() {
+            return self.invalid("Digests unasked".to_owned());
+        }
+        let expected = digests::count(rounds.layout(), theirs.chunk_pages);
+        if theirs.chunk_pages == 0 || theirs.sums.len() as u64 != expected {
+            let what = format!(
+                "{} digests of {} pages each; RAM has {expected} of them",
+                theirs.sums.len(),
+                theirs.chunk_pages
+            );
+            return self.invalid(what);
+        }
+        // A source that cuts RAM in another way than ours does: once more, its way.
+        if theirs.chunk_pages != self.handover.ours_chunk_pages {
+            self.digest(theirs.chunk_pages);
+        }
+        self.handover.theirs = Some(theirs);
+    }
+
+    pub(super) fn state_end(&mut self, sections: u32) {
+        let came = self.handover.sections.len();
+        if sections as usize != came {
+            return self.invalid(format!("StateEnd for {sections} sections after {came} of them"));
+        }
+        if self.handover.state_end.is_some() {
+            return self.invalid("StateEnd twice".to_owned());
+        }
+        if self.verifies() && self.handover.theirs.is_none() {
+            return self.invalid("StateEnd without the Digests that it had announced".to_owned());
+        }
+        self.handover.state_end = Some(self.now);
+        self.restore_if_complete();
+    }
+
+    pub(super) fn digested(&mut self, sums: Vec<u128>) {
+        // Of two digests the second one, cut the source's way, is the one that counts.
+        let again = self.awaiting.contains(&crate::Step::Digest)
+            || self
+                .actions
+                .iter()
+                .any(|a| matches!(a, DestinationAction::Digest { .. }));
+        if !again {
+            self.handover.ours = Some(sums);
+            self.restore_if_complete();
+        }
+    }
+
+    /// Restores the machine once its state and, with `verify`, equal digests are here.
+    fn restore_if_complete(&mut self) {
+        let Some(since) = self.handover.state_end.filter(|_| self.state == State::Collecting) else {
+            return;
+        };
+        if let Some(theirs) = &self.handover.theirs {
+            let Some(ours) = &self.handover.ours else { return };
+            self.handover.verify_wait = self.now.saturating_sub(since);
+            let Some(rounds) = &self.rounds else { return };
+            let unequal = (0u64..)
+                .zip(&theirs.sums)
+                .find(|(i, sum)| usize::try_from(*i).ok().and_then(|i| ours.get(i)) != Some(sum));
+            self.handover.verified = Some(unequal.is_none());
+            if let Some((index, _)) = unequal {
+                let pages = digests::pages_of(rounds.layout(), theirs.chunk_pages, index);
+                return self.fail(Error::Verify(pages));
+            }
+        }
+        self.state = State::Restoring;
+        let sections = std::mem::take(&mut self.handover.sections);
+        self.push(DestinationAction::Restore(MachineState { sections }));
+    }
+
+    /// RAM and state are here.
+    pub(super) fn restored(&mut self) {
+        self.state = State::Ready;
+        self.transmit(Message::Ready {
+            verified: self.handover.verified == Some(true),
+        });
+        if self.planted.has(Fault::ResumeBeforeCommit) {
+            self.push(DestinationAction::Resume);
+        }
+    }
+
+    /// The guest is this side's from here on. The source's silence means nothing any more.
+    pub(super) fn commit(&mut self, commit: Commit) {
+        self.moments.commit = Some(self.now);
+        self.handover.commit = Some(commit);
+        self.timers.clear_all();
+        self.state = State::Resuming;
+        let runs = self.terms.as_ref().is_some_and(|terms| terms.running) && !self.config.stay_paused;
+        if runs {
+            self.push(DestinationAction::Resume);
+        } else {
+            self.runs(false);
+        }
+    }
+
+    /// The guest is here, and runs unless it was paused or is to stay so.
+    pub(super) fn runs(&mut self, running: bool) {
+        if self.planted.has(Fault::ResumeBeforeCommit) && !self.committed() {
+            return;
+        }
+        self.moments.running = Some(self.now);
+        let since = self
+            .moments
+            .commit
+            .map_or(Duration::ZERO, |at| self.now.saturating_sub(at));
+        let after_us = u64::try_from(since.as_micros()).unwrap_or(u64::MAX);
+        self.push(DestinationAction::Transmit(Message::Running(Running {
+            running,
+            after_us,
+        })));
+        self.finish(Ending::Completed, None);
+    }
+
+    /// The guest was handed over and cannot be run. It never will be: the source may resume it.
+    pub(super) fn does_not_run(&mut self, error: &Error) {
+        let reason = error.to_string();
+        self.push(DestinationAction::Transmit(Message::NotRunning(wire::NotRunning {
+            reason: reason.clone(),
+        })));
+        self.push(DestinationAction::Discard);
+        self.finish(
+            Ending::Failed,
+            Some(format!("the guest went back to the {PEER}: {reason}")),
+        );
+    }
+}

@@ -1,0 +1,55 @@
+//! Faults that tests plant, to see that the tests of the protocol's invariants catch them. All of them are named here;
+//! without the feature `planted-faults` none can be planted, and the questions for them fold away.
+
+/// A fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(not(feature = "planted-faults"), expect(unreachable_pub))]
+pub enum Fault {
+    /// An answer that comes after its session has ended takes pages out of the round under way.
+    AcceptLateHint,
+    /// Harvested pages are not given back after a failure.
+    ForgetGiveBack,
+    /// The guest is asked before tracking is on.
+    AskBeforeTracking,
+    /// The next round starts before the receiver has the last one.
+    SkipBarrier,
+    /// The session is left open at the end of round 0.
+    ForgetEndHints,
+    /// Pages harvested while the guest ran are forgotten at the pause.
+    ForgetHarvest,
+    /// The source resumes its guest when the answer to `Commit` does not come.
+    ResumeAfterCommit,
+    /// The destination resumes as soon as it is ready.
+    ResumeBeforeCommit,
+    /// Tracking stays on after a failure.
+    ForgetStopTracking,
+    /// The receiver's word for the last round is taken before the sections are checked for completeness.
+    AcceptLostPages,
+}
+
+/// What is planted.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Planted {
+    #[cfg(feature = "planted-faults")]
+    fault: Option<Fault>,
+}
+
+impl Planted {
+    /// Plants one.
+    #[cfg(feature = "planted-faults")]
+    pub(crate) fn plant(&mut self, fault: Fault) {
+        self.fault = Some(fault);
+    }
+
+    /// Whether `fault` is planted.
+    #[cfg(feature = "planted-faults")]
+    pub(crate) fn has(self, fault: Fault) -> bool {
+        self.fault == Some(fault)
+    }
+
+    /// Nothing is planted in a build that is not for tests.
+    #[cfg(not(feature = "planted-faults"))]
+    pub(crate) fn has(self, _fault: Fault) -> bool {
+        false
+    }
+}

@@ -1,0 +1,178 @@
+//! From the decision to pause the guest to `Commit`, and what follows it.
+
+use super::{PEER, Source, State};
+use crate::digests::chunk_pages;
+use crate::error::Error;
+use crate::faults::Fault;
+use crate::limits::{MAX_SECTIONS, MAX_STATE_BYTES, state_bytes};
+use crate::{SourceAction, Time};
+use machine::MachineState;
+use pages::PageSet;
+use std::time::Duration;
+use wire::{Commit, Digests, Message};
+
+/// What the switchover knows and waits for.
+#[derive(Debug, Default)]
+pub(super) struct Switchover {
+    /// The time-out has passed and the guest is to be paused whatever the downtime.
+    pub(super) stop_now: bool,
+    /// Whether the harvest under way was asked for after the pause: then no write can follow it.
+    pub(super) harvest_is_last: bool,
+    /// What the scan found, kept until round 0 ends.
+    pub(super) present: Option<PageSet>,
+    pub(super) ballooned: Option<PageSet>,
+    pub(super) expected_downtime: Option<Duration>,
+    state: Option<MachineState>,
+    sums: Option<Vec<u128>>,
+}
+
+impl Source {
+    /// After a harvest: another round, or the pause. There is no number of rounds after which the limit is given up;
+    /// a guest that writes too fast ends with the time-out. Where nothing was written, a further round gains nothing.
+    pub(super) fn decide(&mut self) {
+        let pending = self.rounds.left();
+        self.switchover.expected_downtime = self.bandwidth.expected_downtime(pending);
+        let fits = self
+            .switchover
+            .expected_downtime
+            .is_some_and(|d| d <= self.config.downtime_limit);
+        let pause = self.moments.pause.is_some() || !self.running || pending == 0 || fits;
+        tracing::debug!(pending, expected = ?self.switchover.expected_downtime, pause, "harvested");
+        if pause {
+            self.pause();
+            self.harvest();
+        } else {
+            self.begin_next_round(false);
+        }
+    }
+
+    /// The time-out passed, and the guest is to be paused and the rest sent. The round under way goes on meanwhile.
+    pub(super) fn stop_now(&mut self) {
+        self.switchover.stop_now = true;
+        if matches!(self.state, State::Sending | State::Barrier | State::Harvesting) {
+            self.pause();
+        }
+    }
+
+    /// Pauses the guest, once. Downtime counts from the wish: the pause itself takes time.
+    fn pause(&mut self) {
+        if self.moments.pause.is_none() {
+            self.end_hints();
+            self.moments.pause = Some(self.now);
+            self.push(SourceAction::Pause);
+        }
+    }
+
+    /// The last harvest is here: sends the last pages, and saves the machine meanwhile.
+    pub(super) fn begin_last_round(&mut self) {
+        self.begin_next_round(true);
+        self.push(SourceAction::Save);
+    }
+
+    pub(super) fn saved(&mut self, state: MachineState) {
+        self.switchover.state = Some(state);
+        if self.state == State::Completing {
+            self.complete();
+        }
+    }
+
+    pub(super) fn digested(&mut self, sums: Vec<u128>) {
+        let began = self.moments.digest_began.unwrap_or(self.now);
+        self.moments.verify = self.now.saturating_sub(began);
+        self.switchover.sums = Some(sums);
+        self.complete();
+    }
+
+    /// The receiver has all pages.
+    pub(super) fn all_received(&mut self) {
+        let pages = self.fates.report();
+        debug_assert!(pages.adds_up(), "fates do not add up: {pages:?}");
+        if !pages.adds_up() {
+            return self.fail(Error::Internal(format!("the pages' fates do not add up: {pages:?}")));
+        }
+        self.state = State::Completing;
+        self.complete();
+    }
+
+    /// Sends the state, once all of it is there. Digests come last: the receiver makes its own at the same time.
+    fn complete(&mut self) {
+        if self.switchover.state.is_none() {
+            return;
+        }
+        if self.config.verify && self.switchover.sums.is_none() {
+            if self.moments.digest_began.is_none() {
+                self.moments.digest_began = Some(self.now);
+                let chunk_pages = chunk_pages(&self.layout);
+                self.push(SourceAction::Digest {
+                    excluded: self.fates.nobodys(),
+                    chunk_pages,
+                });
+            }
+            return;
+        }
+        let Some(state) = self.switchover.state.take() else {
+            return;
+        };
+        let bytes = state_bytes(&state.sections);
+        let count = u32::try_from(state.sections.len()).ok().filter(|n| *n <= MAX_SECTIONS);
+        let (Some(sections), true) = (count, bytes <= MAX_STATE_BYTES) else {
+            let n = state.sections.len();
+            return self.fail(Error::Internal(format!(
+                "the machine's state has {n} sections of {bytes} bytes in all, more than {MAX_SECTIONS} of \
+                 {MAX_STATE_BYTES}"
+            )));
+        };
+        for section in state.sections {
+            self.transmit(Message::Section(section));
+        }
+        if let Some(sums) = self.switchover.sums.take() {
+            self.transmit(Message::Digests(Digests {
+                chunk_pages: chunk_pages(&self.layout),
+                sums,
+            }));
+        }
+        self.transmit(Message::StateEnd { sections });
+        self.state = State::AwaitingReady;
+    }
+
+    /// The receiver could run the guest. With `Commit` it may.
+    pub(super) fn ready(&mut self, verified: bool) {
+        if self.config.verify && !verified {
+            let what = "Ready without having compared digests, which it was asked to".to_owned();
+            return self.fail(Error::Invalid(what, PEER));
+        }
+        self.state = State::Committing;
+        let downtime = self.downtime_until(self.now);
+        self.transmit(Message::Commit(Commit {
+            total_us: micros(self.now),
+            downtime_us: micros(downtime),
+            verify_us: micros(self.moments.verify),
+        }));
+    }
+
+    /// The guest is the destination's.
+    pub(super) fn runs_there(&mut self) {
+        self.moments.running = Some(self.now);
+        self.timers.clear_all();
+        self.state = State::Closing;
+        self.push(SourceAction::StopTracking);
+    }
+
+    /// From the pause to `until`, digesting left out.
+    pub(super) fn downtime_until(&self, until: Time) -> Duration {
+        let since = self
+            .moments
+            .pause
+            .map_or(Duration::ZERO, |from| until.saturating_sub(from));
+        since.saturating_sub(self.moments.verify)
+    }
+
+    /// Whether the guest may be resumed here although `Commit` has left. Never, but as a planted fault.
+    pub(super) fn resumes_after_commit(&self) -> bool {
+        self.planted.has(Fault::ResumeAfterCommit)
+    }
+}
+
+fn micros(time: Time) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}
