@@ -97,8 +97,8 @@ pub(crate) struct Storage {
 
 impl Storage {
     pub(crate) fn open(backing: &Backing, layout: &Layout) -> Result<Storage> {
-        let storage = match backing {
-            Backing::Anonymous => Storage {
+        match backing {
+            Backing::Anonymous => Ok(Storage {
                 file: None,
                 page_bytes: PAGE_BYTES,
                 writable: true,
@@ -106,35 +106,55 @@ impl Storage {
                 loses_entries: false,
                 huge_folios: false,
                 in_ram: true,
-            },
+            }),
             Backing::Memfd | Backing::Hugetlbfs { path: None } => {
                 let huge = *backing != Backing::Memfd;
                 let file = map::memfd(huge).map_err(|e| Error::sys("making a memfd for guest RAM", e))?;
-                set_len(&file, layout, Path::new("memfd"))?;
-                Storage::of_file(file, true, false)?
+                let storage = Storage::of_file(file, true, false)?;
+                storage.check_regions(layout)?;
+                storage.set_len(layout, Path::new("memfd"))?;
+                Ok(storage)
             }
-            Backing::File { path, mode } => open_file(path, *mode, layout)?,
-            Backing::Hugetlbfs { path: Some(path) } => open_file(path, FileMode::Create, layout)?,
-        };
-        if storage.is_huge() {
-            for region in layout.regions() {
-                let huge_pages = storage.page_bytes / PAGE_BYTES;
-                if !region.start().0.is_multiple_of(huge_pages) || !region.count().is_multiple_of(huge_pages) {
-                    return Err(Error::NotHuge {
-                        range: *region,
-                        page_bytes: storage.page_bytes,
-                    });
-                }
+            Backing::File { path, mode } => open_file(path, *mode, layout),
+            Backing::Hugetlbfs { path: Some(path) } => open_file(path, FileMode::Create, layout),
+        }
+    }
+
+    /// Refuses regions that huge pages do not fill.
+    fn check_regions(&self, layout: &Layout) -> Result<()> {
+        let pages = self.page_bytes / PAGE_BYTES;
+        for region in layout.regions() {
+            if !region.start().0.is_multiple_of(pages) || !region.count().is_multiple_of(pages) {
+                return Err(Error::NotHuge {
+                    range: *region,
+                    page_bytes: self.page_bytes,
+                });
             }
         }
-        Ok(storage)
+        Ok(())
+    }
+
+    /// Makes the file, which is ours by now, all zero and as long as RAM.
+    fn empty(&self, layout: &Layout, path: &Path) -> Result<()> {
+        let Some(file) = &self.file else { return Ok(()) };
+        file.set_len(0)
+            .map_err(|e| Error::sys(format!("emptying RAM file {}", path.display()), e))?;
+        check_space(file, path, layout.total_bytes())?;
+        self.set_len(layout, path)
+    }
+
+    fn set_len(&self, layout: &Layout, path: &Path) -> Result<()> {
+        let bytes = layout.total_bytes();
+        let Some(file) = &self.file else { return Ok(()) };
+        file.set_len(bytes)
+            .map_err(|e| Error::sys(format!("making {} {bytes} bytes long", path.display()), e))
     }
 
     fn of_file(file: File, writable: bool, named: bool) -> Result<Storage> {
         let fs =
             rustix::fs::fstatfs(&file).map_err(|e| Error::sys("looking at the RAM file's file system", e.into()))?;
-        // The kernel's type for the magic number differs between architectures; all of them fit 32 bits.
-        let magic = u64::from_ne_bytes(i64::from(fs.f_type).to_ne_bytes()) & 0xffff_ffff;
+        // A magic number has 32 bits; what lies above is the sign.
+        let magic = u64::from_ne_bytes(fs.f_type.to_ne_bytes()) & 0xffff_ffff;
         let huge = magic == HUGETLBFS_MAGIC;
         let page_bytes = if huge {
             u64::try_from(fs.f_bsize).unwrap_or(PAGE_BYTES)
@@ -203,20 +223,19 @@ fn open_file(path: &Path, mode: FileMode, layout: &Layout) -> Result<Storage> {
     if !meta.is_file() {
         return Err(not_regular(path, meta.file_type()));
     }
+    let got = meta.len();
+    let storage = Storage::of_file(file, writable, true)?;
+    storage.check_regions(layout)?;
     if mode == FileMode::Create {
-        // Emptied only once it is ours.
-        file.set_len(0)
-            .map_err(|e| Error::sys(format!("emptying RAM file {}", path.display()), e))?;
-        check_space(&file, path, layout.total_bytes())?;
-        set_len(&file, layout, path)?;
-    } else if meta.len() != layout.total_bytes() {
+        storage.empty(layout, path)?;
+    } else if got != layout.total_bytes() {
         return Err(Error::FileLength {
             path: path.to_owned(),
             expected: layout.total_bytes(),
-            got: meta.len(),
+            got,
         });
     }
-    Storage::of_file(file, writable, true)
+    Ok(storage)
 }
 
 fn not_regular(path: &Path, kind: std::fs::FileType) -> Error {
@@ -228,12 +247,6 @@ fn not_regular(path: &Path, kind: std::fs::FileType) -> Error {
         "not a RAM file"
     );
     Error::NotRegular(path.to_owned())
-}
-
-fn set_len(file: &File, layout: &Layout, path: &Path) -> Result<()> {
-    let bytes = layout.total_bytes();
-    file.set_len(bytes)
-        .map_err(|e| Error::sys(format!("making {} {bytes} bytes long", path.display()), e))
 }
 
 /// Refuses a file that its file system could not hold in whole.
