@@ -4,16 +4,17 @@
 //! every kick, `reset`. A device that was restored from saved state is where it was; [`Balloon::resume`] then catches up
 //! with kicks that were lost on the way.
 
+use crate::ask::Asking;
 use crate::config::Space;
-use crate::counters::{Counters, Tally};
+use crate::counters::Counters;
 use crate::dialect::hinting::Hinting;
 use crate::dialect::misc::Misc;
 use crate::dialect::{Role, reporting};
 use crate::inflate::Ballooned;
-use crate::queue::{Broken, Fate, VirtQueue};
+use crate::queue::{Broken, VirtQueue};
 use crate::stats::{Stats, StatsQueue};
 use crate::{Config, Error, QueueConfig, Result, feature};
-use machine::{AnswerCounts, AnswerSink};
+use machine::AnswerCounts;
 use pages::{Layout, PageRange, PageSet};
 use std::sync::Arc;
 use vm_memory::GuestAddressSpace;
@@ -41,28 +42,6 @@ pub trait Discard: Send + Sync {
     fn granule_pages(&self) -> u64;
 }
 
-/// How the device's dialect asks for free pages.
-pub(crate) enum Asking {
-    Hints(Hinting),
-    Misc(Misc),
-}
-
-impl Asking {
-    pub(crate) fn session(&self) -> Option<u32> {
-        match self {
-            Asking::Hints(hints) => hints.session(),
-            Asking::Misc(misc) => misc.session(),
-        }
-    }
-
-    fn abandon(&mut self) {
-        match self {
-            Asking::Hints(hints) => hints.abandon(),
-            Asking::Misc(misc) => misc.abandon(),
-        }
-    }
-}
-
 /// A queue that the driver set up, and what it is for.
 pub(crate) struct Slot {
     pub(crate) role: Role,
@@ -75,7 +54,7 @@ pub struct Balloon<M: GuestAddressSpace> {
     pub(crate) config: Config,
     pub(crate) layout: Arc<Layout>,
     pub(crate) memory: M,
-    interrupts: Arc<dyn Interrupts>,
+    pub(crate) interrupts: Arc<dyn Interrupts>,
     discard: Arc<dyn Discard>,
     pub(crate) acked: u64,
     pub(crate) active: bool,
@@ -86,9 +65,9 @@ pub struct Balloon<M: GuestAddressSpace> {
     pub(crate) ballooned: Ballooned,
     pub(crate) stats: StatsQueue,
     pub(crate) asking: Asking,
-    counters: Counters,
+    pub(crate) counters: Counters,
     /// Counts since the last question.
-    question: AnswerCounts,
+    pub(crate) question: AnswerCounts,
 }
 
 impl<M: GuestAddressSpace> Balloon<M> {
@@ -328,84 +307,6 @@ impl<M: GuestAddressSpace> Balloon<M> {
         self.counters
     }
 
-    /// Whether a guest can be asked for its free pages now, else why not.
-    pub fn can_ask(&self) -> std::result::Result<(), String> {
-        let (bit, name, role) = match &self.asking {
-            Asking::Hints(_) => (feature::FREE_PAGE_HINT, "FREE_PAGE_HINT", Role::Hint),
-            Asking::Misc(_) => (feature::MISC_VQ, "MISC_VQ", Role::Misc),
-        };
-        if self.config.features & bit == 0 {
-            Err(format!("the balloon does not offer {name}"))
-        } else if !self.active {
-            Err("no balloon driver is running in the guest".to_owned())
-        } else if self.acked & bit == 0 {
-            Err(format!("the guest's balloon driver did not take {name}"))
-        } else if self.index_of(role).is_none() {
-            Err(format!("the queue of {name} was not set up, or is broken"))
-        } else if let Some(session) = self.asking.session() {
-            Err(format!("session {session} is still open"))
-        } else {
-            Ok(())
-        }
-    }
-
-    /// Asks the guest for its free pages, as session `session`; see [`machine::FreePages::begin`].
-    ///
-    /// # Errors
-    /// What [`Balloon::can_ask`] says, session 0, or no fresh id being left.
-    pub fn begin(&mut self, session: u32, sink: AnswerSink) -> Result<()> {
-        self.can_ask().map_err(Error::CannotAsk)?;
-        if session == 0 {
-            return Err(Error::CannotAsk("a session cannot have number 0".to_owned()));
-        }
-        match &mut self.asking {
-            Asking::Hints(hints) => {
-                hints.begin(session, sink)?;
-                self.question = AnswerCounts::default();
-                self.interrupts.config();
-            }
-            Asking::Misc(misc) => {
-                misc.begin(session, sink, &self.layout)?;
-                self.question = AnswerCounts::default();
-                self.send_request();
-            }
-        }
-        Ok(())
-    }
-
-    /// Ends session `session`; nothing happens where it is not open. See [`machine::FreePages::end`].
-    pub fn end(&mut self, session: u32) {
-        if self.asking.session() == Some(session) {
-            self.end_open();
-        }
-    }
-
-    /// Ends whatever session is open. The guest is told that it may have its pages back.
-    pub(crate) fn end_open(&mut self) {
-        if self.asking.session().is_none() {
-            return;
-        }
-        match &mut self.asking {
-            Asking::Hints(hints) => {
-                hints.end();
-                self.config_changed();
-            }
-            Asking::Misc(misc) => {
-                if misc.end()
-                    && let Some(index) = self.index_of(Role::Misc)
-                {
-                    // A request that shared its interrupt with another completion is stuck in the driver: free it.
-                    self.interrupts.queue(number(index));
-                }
-            }
-        }
-    }
-
-    /// Counts since the last question.
-    pub fn answer_counts(&self) -> AnswerCounts {
-        self.question
-    }
-
     /// The bit of PAGE_POISON; none in a dialect where that bit means something else.
     fn poison_bit(&self) -> u64 {
         match &self.asking {
@@ -414,14 +315,14 @@ impl<M: GuestAddressSpace> Balloon<M> {
         }
     }
 
-    fn config_changed(&self) {
+    pub(crate) fn config_changed(&self) {
         if self.active {
             self.interrupts.config();
         }
     }
 
     /// The number of the queue for `role`, where there is one that works.
-    fn index_of(&self, role: Role) -> Option<usize> {
+    pub(crate) fn index_of(&self, role: Role) -> Option<usize> {
         self.queues
             .iter()
             .position(|slot| matches!(slot, Some(s) if s.role == role && s.queue.is_some()))
@@ -488,69 +389,9 @@ impl<M: GuestAddressSpace> Balloon<M> {
         )
     }
 
-    /// `standard`: commands and free blocks. What one kick brought goes to the sink at once.
-    fn serve_hints(&mut self, queue: &mut VirtQueue, used: &mut u32) -> std::result::Result<(), Broken> {
-        let Asking::Hints(hints) = &mut self.asking else {
-            return Ok(());
-        };
-        let mut tally = Tally {
-            life: &mut self.counters,
-            question: &mut self.question,
-        };
-        let layout = &*self.layout;
-        let done = queue.drain(
-            &self.memory.memory(),
-            |mem, _, chain| Ok(hints.serve(mem, chain, layout, &mut tally)),
-            || *used += 1,
-        );
-        hints.flush();
-        done
-    }
-
-    /// `bitmap`: request buffers and answers, one interrupt a completion.
-    fn serve_misc(&mut self, index: u16, queue: &mut VirtQueue) -> std::result::Result<(), Broken> {
-        let Asking::Misc(misc) = &mut self.asking else {
-            return Ok(());
-        };
-        let mut tally = Tally {
-            life: &mut self.counters,
-            question: &mut self.question,
-        };
-        let interrupts = &*self.interrupts;
-        queue.drain(
-            &self.memory.memory(),
-            |mem, queue, chain| {
-                let fate = misc.serve(mem, chain, &mut tally);
-                if fate == Fate::Held && misc.send(mem, queue, &mut tally)? {
-                    interrupts.queue(index);
-                }
-                Ok(fate)
-            },
-            || interrupts.queue(index),
-        )
-    }
-
-    /// Puts an open request into the guest's hands, where it has a buffer posted.
-    fn send_request(&mut self) {
-        let Some(index) = self.index_of(Role::Misc) else {
-            return;
-        };
-        self.with_queue(index, |device, mem, queue| match &mut device.asking {
-            Asking::Misc(misc) => misc.send(
-                mem,
-                queue,
-                &mut Tally {
-                    life: &mut device.counters,
-                    question: &mut device.question,
-                },
-            ),
-            Asking::Hints(_) => Ok(false),
-        });
-    }
-
     /// Does something on queue `index` besides serving kicks; raises its interrupt where `act` says that it completed
     /// something. Returns what `act` said.
-    fn with_queue(
+    pub(crate) fn with_queue(
         &mut self,
         index: usize,
         act: impl FnOnce(&mut Self, &M::M, &mut VirtQueue) -> std::result::Result<bool, Broken>,
@@ -608,6 +449,6 @@ pub(crate) fn check_features(acked: u64, offered: u64) -> Result<()> {
 }
 
 /// A queue's number as interrupts have it; no dialect has more than five queues.
-fn number(index: usize) -> u16 {
+pub(crate) fn number(index: usize) -> u16 {
     u16::try_from(index).unwrap_or(u16::MAX)
 }

@@ -26,6 +26,7 @@
 //! that kicked runs on; from there the buffer is read at once and in whole.
 #![forbid(unsafe_code)]
 
+mod ask;
 mod config;
 mod counters;
 mod device;

@@ -4,7 +4,8 @@
 //! checks that a driver's own words go through, and a few more. Guest memory is neither read nor written here, so it
 //! does not matter whether it has arrived.
 
-use crate::device::{Asking, QUEUE_MAX_SIZE, Slot, check_features};
+use crate::ask::Asking;
+use crate::device::{QUEUE_MAX_SIZE, Slot, check_features};
 use crate::dialect::Role;
 use crate::dialect::hinting::Hinting;
 use crate::dialect::misc::Misc;
@@ -287,15 +288,13 @@ impl Ballooned {
                 Ok(set)
             }
             Ballooned::Bitmap(digits) => {
-                let nibbles: Option<Vec<u8>> = digits
-                    .chars()
-                    .map(|c| c.to_digit(16).and_then(|d| u8::try_from(d).ok()))
-                    .collect();
-                let nibbles = nibbles.ok_or_else(|| refuse("a bitmap has hexadecimal digits only".to_owned()))?;
-                let bitmap: Vec<u8> = nibbles
+                let digit = |c: u8| char::from(c).to_digit(16).and_then(|d| u8::try_from(d).ok());
+                let bitmap: Option<Vec<u8>> = digits
+                    .as_bytes()
                     .chunks(2)
-                    .map(|two| two.iter().fold(0, |byte, n| byte << 4 | n))
+                    .map(|two| Some(digit(two[0])? << 4 | digit(*two.get(1)?)?))
                     .collect();
+                let bitmap = bitmap.ok_or_else(|| refuse("a bitmap is pairs of hexadecimal digits".to_owned()))?;
                 PageSet::from_bitmap(layout, &bitmap).map_err(|e| refuse(e.to_string()))
             }
         }

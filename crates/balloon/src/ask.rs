@@ -1,0 +1,175 @@
+//! Asking the guest for its free pages, whatever the dialect: one session at a time, from `begin` to `end`.
+//!
+//! Invariant: while a session is open its sink may be called; once `end` has returned it is not.
+
+use crate::counters::Tally;
+use crate::device::number;
+use crate::dialect::Role;
+use crate::dialect::hinting::Hinting;
+use crate::dialect::misc::Misc;
+use crate::queue::{Broken, Fate, VirtQueue};
+use crate::{Balloon, Error, Result, feature};
+use machine::{AnswerCounts, AnswerSink};
+use vm_memory::GuestAddressSpace;
+
+/// How the device's dialect asks for free pages.
+pub(crate) enum Asking {
+    Hints(Hinting),
+    Misc(Misc),
+}
+
+impl Asking {
+    pub(crate) fn session(&self) -> Option<u32> {
+        match self {
+            Asking::Hints(hints) => hints.session(),
+            Asking::Misc(misc) => misc.session(),
+        }
+    }
+
+    pub(crate) fn abandon(&mut self) {
+        match self {
+            Asking::Hints(hints) => hints.abandon(),
+            Asking::Misc(misc) => misc.abandon(),
+        }
+    }
+}
+
+impl<M: GuestAddressSpace> Balloon<M> {
+    /// Whether a guest can be asked for its free pages now, else why not.
+    pub fn can_ask(&self) -> std::result::Result<(), String> {
+        let (bit, name, role) = match &self.asking {
+            Asking::Hints(_) => (feature::FREE_PAGE_HINT, "FREE_PAGE_HINT", Role::Hint),
+            Asking::Misc(_) => (feature::MISC_VQ, "MISC_VQ", Role::Misc),
+        };
+        if self.config.features & bit == 0 {
+            Err(format!("the balloon does not offer {name}"))
+        } else if !self.active {
+            Err("no balloon driver is running in the guest".to_owned())
+        } else if self.acked & bit == 0 {
+            Err(format!("the guest's balloon driver did not take {name}"))
+        } else if self.index_of(role).is_none() {
+            Err(format!("the queue of {name} was not set up, or is broken"))
+        } else if let Some(session) = self.asking.session() {
+            Err(format!("session {session} is still open"))
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Asks the guest for its free pages, as session `session`; see [`machine::FreePages::begin`].
+    ///
+    /// # Errors
+    /// What [`Balloon::can_ask`] says, session 0, or no fresh id being left.
+    pub fn begin(&mut self, session: u32, sink: AnswerSink) -> Result<()> {
+        self.can_ask().map_err(Error::CannotAsk)?;
+        if session == 0 {
+            return Err(Error::CannotAsk("a session cannot have number 0".to_owned()));
+        }
+        match &mut self.asking {
+            Asking::Hints(hints) => {
+                hints.begin(session, sink)?;
+                self.question = AnswerCounts::default();
+                self.interrupts.config();
+            }
+            Asking::Misc(misc) => {
+                misc.begin(session, sink, &self.layout)?;
+                self.question = AnswerCounts::default();
+                self.send_request();
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends session `session`; nothing happens where it is not open. See [`machine::FreePages::end`].
+    pub fn end(&mut self, session: u32) {
+        if self.asking.session() == Some(session) {
+            self.end_open();
+        }
+    }
+
+    /// Ends whatever session is open. The guest is told that it may have its pages back.
+    pub(crate) fn end_open(&mut self) {
+        if self.asking.session().is_none() {
+            return;
+        }
+        match &mut self.asking {
+            Asking::Hints(hints) => {
+                hints.end();
+                self.config_changed();
+            }
+            Asking::Misc(misc) => {
+                if misc.end()
+                    && let Some(index) = self.index_of(Role::Misc)
+                {
+                    // A request that shared its interrupt with another completion is stuck in the driver: free it.
+                    self.interrupts.queue(number(index));
+                }
+            }
+        }
+    }
+
+    /// Counts since the last question.
+    pub fn answer_counts(&self) -> AnswerCounts {
+        self.question
+    }
+
+    /// `standard`: commands and free blocks. What one kick brought goes to the sink at once.
+    pub(crate) fn serve_hints(&mut self, queue: &mut VirtQueue, used: &mut u32) -> std::result::Result<(), Broken> {
+        let Asking::Hints(hints) = &mut self.asking else {
+            return Ok(());
+        };
+        let mut tally = Tally {
+            life: &mut self.counters,
+            question: &mut self.question,
+        };
+        let layout = &*self.layout;
+        let done = queue.drain(
+            &self.memory.memory(),
+            |mem, _, chain| Ok(hints.serve(mem, chain, layout, &mut tally)),
+            || *used += 1,
+        );
+        hints.flush();
+        done
+    }
+
+    /// `bitmap`: request buffers and answers, one interrupt a completion.
+    pub(crate) fn serve_misc(&mut self, index: u16, queue: &mut VirtQueue) -> std::result::Result<(), Broken> {
+        let Asking::Misc(misc) = &mut self.asking else {
+            return Ok(());
+        };
+        let mut tally = Tally {
+            life: &mut self.counters,
+            question: &mut self.question,
+        };
+        let interrupts = &*self.interrupts;
+        queue.drain(
+            &self.memory.memory(),
+            |mem, queue, chain| {
+                let fate = misc.serve(mem, chain, &mut tally);
+                if fate == Fate::Held && misc.send(mem, queue, &mut tally)? {
+                    interrupts.queue(index);
+                }
+                Ok(fate)
+            },
+            || interrupts.queue(index),
+        )
+    }
+
+    /// Puts an open request into the guest's hands, where it has a buffer posted.
+    fn send_request(&mut self) {
+        let Some(index) = self.index_of(Role::Misc) else {
+            return;
+        };
+        self.with_queue(index, |device, mem, queue| match &mut device.asking {
+            Asking::Misc(misc) => misc.send(
+                mem,
+                queue,
+                &mut Tally {
+                    life: &mut device.counters,
+                    question: &mut device.question,
+                },
+            ),
+            Asking::Hints(_) => Ok(false),
+        });
+    }
+}

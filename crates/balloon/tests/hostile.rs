@@ -1,0 +1,221 @@
+//! A guest that writes anything anywhere: no panic, no spin, no answer that is not one.
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
+
+mod support;
+
+use balloon::Dialect::{self, Bitmap, Standard};
+use balloon::feature::*;
+use machine::{Answer, FreePages};
+use pages::Layout;
+use proptest::prelude::*;
+use std::sync::Arc;
+use support::*;
+use vm_memory::{Bytes, GuestAddress};
+
+/// Something that a guest or its host does.
+#[derive(Clone, Debug)]
+enum Act {
+    Desc(usize, u16, u64, u32, u16, u16),
+    Chain(usize, Vec<Desc>),
+    Push(usize, u16),
+    Avail(usize, u16),
+    Bytes(u64, Vec<u8>),
+    Config(u64, Vec<u8>),
+    Kick(usize),
+    /// A start, or a window of an answer, as a driver would send it to the open question.
+    Honest(u16, u64, u64),
+    Begin,
+    End,
+    Stats,
+    Target(u64),
+    Move,
+    Reset,
+}
+
+fn address() -> impl Strategy<Value = u64> {
+    prop_oneof![
+        4 => (0u64..16384).prop_map(|p| p * 4096),
+        4 => BUFFERS..BUFFERS + 64,
+        2 => 0x10000u64..0x40000,
+        1 => (63u64 << 20)..(66 << 20),
+        1 => any::<u64>(),
+    ]
+}
+
+fn len() -> impl Strategy<Value = u32> {
+    prop_oneof![
+        3 => prop::sample::select(vec![0u32, 1, 3, 4, 10, 16, 31, 32, 40, 4096, 2 << 20, 4 << 20, (1 << 20) + 32, u32::MAX]),
+        1 => any::<u32>(),
+        2 => 0u32..5000,
+    ]
+}
+
+fn act() -> impl Strategy<Value = Act> {
+    let queue = || 0usize..6;
+    prop_oneof![
+        2 => (0usize..5, 0u16..70, address(), len(), 0u16..8, 0u16..70).prop_map(|(q, i, a, l, f, n)| Act::Desc(q, i, a, l, f, n)),
+        8 => (0usize..5, prop::collection::vec((address(), len(), any::<bool>()), 1..5)).prop_map(|(q, c)| Act::Chain(q, c)),
+        2 => (0usize..5, 0u16..70).prop_map(|(q, h)| Act::Push(q, h)),
+        1 => (0usize..5, any::<u16>()).prop_map(|(q, i)| Act::Avail(q, i)),
+        3 => (address(), prop::collection::vec(any::<u8>(), 0..64)).prop_map(|(a, b)| Act::Bytes(a, b)),
+        1 => (0u64..20, prop::collection::vec(any::<u8>(), 0..8)).prop_map(|(o, b)| Act::Config(o, b)),
+        8 => queue().prop_map(Act::Kick),
+        4 => (0u16..3, 0u64..4, 0u64..2100).prop_map(|(f, w, l)| Act::Honest(f, w, l)),
+        3 => Just(Act::Begin),
+        2 => Just(Act::End),
+        1 => Just(Act::Stats),
+        1 => (0u64..20_000).prop_map(Act::Target),
+        1 => Just(Act::Move),
+        1 => Just(Act::Reset),
+    ]
+}
+
+struct World {
+    rig: Rig,
+    features: u64,
+    answers: Answers,
+    open: Option<u32>,
+    sessions: u32,
+}
+
+impl World {
+    fn new(dialect: Dialect, features: u64, granule: u64) -> Self {
+        let layout = Layout::new(vec![range(0, 9000), range(9000, 3000), range(13000, 3384)]).unwrap();
+        let rig = Rig::cold(dialect, features, Arc::new(layout), granule);
+        rig.drive(features);
+        World {
+            rig,
+            features,
+            answers: Answers::default(),
+            open: None,
+            sessions: 0,
+        }
+    }
+
+    fn act(&mut self, act: Act) {
+        let Rig { mem, rings, device, .. } = &mut self.rig;
+        let count = rings.len();
+        match act {
+            Act::Desc(q, i, a, l, f, n) => rings[q % count].raw_desc(mem, i, a, l, f, n),
+            Act::Chain(q, chain) => {
+                rings[q % count].add(mem, &chain);
+            }
+            Act::Push(q, head) => rings[q % count].push(mem, head),
+            Act::Avail(q, index) => rings[q % count].set_avail(mem, index),
+            // Past the end of memory nothing is written.
+            Act::Bytes(at, bytes) => drop(mem.write_slice(&bytes, GuestAddress(at))),
+            Act::Config(offset, bytes) => device.lock().write_config(offset, &bytes),
+            Act::Kick(q) => device.lock().notify(q as u16),
+            Act::Honest(flag, window, len) => self.honest(flag, window, len),
+            Act::Begin => {
+                let session = self.sessions + 1;
+                if device.begin(session, self.answers.sink()).is_ok() {
+                    self.sessions = session;
+                    self.open = Some(session);
+                }
+            }
+            Act::End => {
+                if let Some(session) = self.open.take() {
+                    device.end(session).unwrap();
+                }
+            }
+            Act::Stats => drop(device.stats()),
+            Act::Target(pages) => drop(device.lock().set_target(pages)),
+            Act::Move => {
+                self.open = None;
+                let section = device.lock().save();
+                // The guest may have put its rings into any state, but the device cannot have taken it over.
+                device.lock().restore(&section).unwrap();
+                device.lock().resume();
+            }
+            Act::Reset => {
+                device.lock().reset();
+                for (i, ring) in rings.iter_mut().enumerate() {
+                    *ring = Ring::new(i as u64);
+                    ring.set_avail(mem, 0);
+                }
+                self.rig.drive(self.features);
+            }
+        }
+        self.check();
+    }
+
+    /// What a driver would send: a request buffer, a start, a stop, or a window.
+    fn honest(&mut self, flag: u16, window: u64, len: u64) {
+        let rig = &mut self.rig;
+        if rig.device.dialect() == "standard" {
+            let id = if flag == 0 { rig.config_u32(8) } else { 0 };
+            rig.write(BUFFERS, &id.to_le_bytes());
+            rig.rings[3].add(&rig.mem, &[(BUFFERS, 4, false)]);
+            rig.kick(3);
+            return;
+        }
+        if flag == 2 {
+            rig.rings[3].add(&rig.mem, &[(BUFFERS, 16, true)]);
+            rig.kick(3);
+            return;
+        }
+        let id: u64 = rig.mem.read_obj(GuestAddress(BUFFERS + 8)).unwrap();
+        let mut bytes = vec![0; 32];
+        bytes[2] = 12;
+        bytes[4] = flag as u8;
+        bytes[8..16].copy_from_slice(&id.to_le_bytes());
+        bytes[16..24].copy_from_slice(&(window * 4096).to_le_bytes());
+        let len = if window % 2 == 0 { 512 } else { len };
+        bytes[24..32].copy_from_slice(&len.to_le_bytes());
+        rig.write(2 << 20, &bytes);
+        rig.rings[3].add(&rig.mem, &[(2 << 20, 32 + len as u32, false)]);
+        rig.kick(3);
+    }
+
+    fn check(&mut self) {
+        let layout = &self.rig.layout;
+        for (session, answer) in self.answers.take() {
+            assert_eq!(Some(session), self.open, "an answer to no open question");
+            match answer {
+                Answer::Free(ranges) => {
+                    assert!(!ranges.is_empty() && ranges.len() <= 1 << 16);
+                    for r in ranges {
+                        assert!(layout.region_of_range(r).is_some(), "{r} is not RAM");
+                    }
+                }
+                Answer::Covered(r) => assert!(layout.region_of_range(r).is_some(), "{r} is not RAM"),
+                Answer::Finished => {}
+            }
+        }
+        let granule = self.rig.discards.granule;
+        for r in self.rig.take_discards() {
+            assert!(layout.region_of_range(r).is_some(), "{r} is not RAM");
+            assert!(r.start().0 % granule == 0 && r.count() % granule == 0, "{r}");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(600))]
+
+    #[test]
+    fn a_hostile_standard_guest(acts in prop::collection::vec(act(), 1..80), features in 0u64..64, huge in any::<bool>()) {
+        // Mostly with all queues, so that the hint queue has the number that honest acts use.
+        let features = if features % 4 == 0 { features } else { STATS_VQ | FREE_PAGE_HINT | PAGE_POISON | REPORTING };
+        let mut world = World::new(Standard, features, if huge { 512 } else { 1 });
+        for act in acts {
+            world.act(act);
+        }
+    }
+
+    #[test]
+    fn a_hostile_bitmap_guest(acts in prop::collection::vec(act(), 1..80), huge in any::<bool>()) {
+        let mut world = World::new(Bitmap, MISC_VQ | STATS_VQ, if huge { 512 } else { 1 });
+        for act in acts {
+            world.act(act);
+        }
+    }
+
+    #[test]
+    fn state_of_random_bytes(data in prop::collection::vec(any::<u8>(), 0..200)) {
+        let rig = Rig::new(Standard, 0);
+        let section = machine::Section { name: "balloon".to_owned(), version: 1, data };
+        prop_assert!(rig.device.lock().restore(&section).is_err());
+    }
+}
