@@ -3,11 +3,11 @@
 //! Every page but the zero ones starts with a header of 24 bytes: its number u64, version u32, kind u32, and the
 //! xxh3-64 of the rest, seeded with the first three. Little-endian.
 
-use pages::{PAGE_BYTES, Pfn};
+use pages::Pfn;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// A page's bytes.
-pub(crate) type Page = [u8; PAGE_BYTES as usize];
+pub(crate) type Page = [u8; 4096];
 
 const HEADER: usize = 24;
 

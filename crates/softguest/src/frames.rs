@@ -175,10 +175,10 @@ mod tests {
 
     #[test]
     fn the_kernel_takes_the_first_region_that_is_large_enough() {
-        let small_first = layout(&[(0, 100), (256, 8192)]);
+        let small_first = layout(&[(0, 40), (256, 8192)]);
         let places = Places::new(&small_first, &Frames::new(&small_first)).unwrap();
         assert_eq!(places.reserved.start(), Pfn(256));
-        let none = layout(&[(0, 100), (200, 100)]);
+        let none = layout(&[(0, 30), (200, 30)]);
         assert!(Places::new(&none, &Frames::new(&none)).is_err());
     }
 

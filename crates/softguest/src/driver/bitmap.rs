@@ -10,11 +10,13 @@ use super::virtqueue::{Buffer, Virtqueue};
 use crate::frames::WINDOW_PAGES;
 use crate::mm::Mm;
 use crate::{Error, Result};
-use pages::{PAGE_SHIFT, Pfn};
+use pages::Pfn;
 use serde::{Deserialize, Serialize};
 
 const REQUEST_BYTES: u32 = 16;
 const HEADER_BYTES: u64 = 32;
+/// A bit stands for a page of 4 KiB.
+const BITMAP_SHIFT: u16 = 12;
 const GET_FREE_PAGES: u16 = 0;
 const CONT: u16 = 0;
 const DONE: u16 = 1;
@@ -80,9 +82,9 @@ impl Misc {
             let covered = limit.min(max_pfn - start);
             let bitmap = free_bitmap(mm, start, covered)?;
             let len = covered / 8;
-            let mut header = Vec::with_capacity(HEADER_BYTES as usize);
+            let mut header = Vec::new();
             header.extend(GET_FREE_PAGES.to_le_bytes());
-            header.extend((PAGE_SHIFT as u16).to_le_bytes());
+            header.extend(BITMAP_SHIFT.to_le_bytes());
             header.extend(if last { DONE } else { CONT }.to_le_bytes());
             header.extend(0u16.to_le_bytes());
             header.extend(id.to_le_bytes());
