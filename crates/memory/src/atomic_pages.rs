@@ -99,3 +99,59 @@ impl AtomicPages {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Case 24's shape, on one word: a page's counter is raised, then the page added; the taker keeps a copy up to date.
+    #[test]
+    fn case_24_no_page_is_lost_between_adding_and_taking() {
+        const PAGES: u64 = 67;
+        let layout = Arc::new(Layout::flat(PAGES).unwrap());
+        let set = AtomicPages::new(&layout);
+        let counters: Vec<AtomicU64> = (0..PAGES).map(|_| AtomicU64::new(0)).collect();
+        let mut copy = vec![0; counters.len()];
+        let mut update = || {
+            let mut taken = PageSet::empty(&layout);
+            set.take(&mut taken);
+            for run in taken.runs() {
+                for pfn in run.start().0..run.end().0 {
+                    copy[crate::sys::size(pfn)] = counters[crate::sys::size(pfn)].load(Ordering::Relaxed);
+                }
+            }
+        };
+        std::thread::scope(|scope| {
+            let writer = scope.spawn(|| {
+                for i in 0..2_000_000u64 {
+                    let pfn = i * 31 % PAGES;
+                    counters[crate::sys::size(pfn)].fetch_add(1, Ordering::Relaxed);
+                    set.insert(PageRange::between(Pfn(pfn), Pfn(pfn + 1)));
+                }
+            });
+            while !writer.is_finished() {
+                update();
+            }
+        });
+        update();
+        let now: Vec<u64> = counters.iter().map(|c| c.load(Ordering::Relaxed)).collect();
+        assert_eq!(copy, now);
+    }
+
+    #[test]
+    fn ranges_over_word_and_region_borders() {
+        let r = |start, count| PageRange::new(Pfn(start), count).unwrap();
+        let layout = Arc::new(Layout::new(vec![r(3, 130), r(200, 65)]).unwrap());
+        let set = AtomicPages::new(&layout);
+        set.insert(r(60, 145));
+        assert_eq!(set.count(r(0, 1000)), 73 + 5);
+        assert_eq!(set.count(r(66, 2)), 2);
+        let mut copy = PageSet::empty(&layout);
+        set.copy(r(100, 102), &mut copy);
+        assert_eq!(copy.runs().collect::<Vec<_>>(), [r(100, 33), r(200, 2)]);
+        let mut taken = PageSet::empty(&layout);
+        set.take(&mut taken);
+        assert_eq!(taken.runs().collect::<Vec<_>>(), [r(60, 73), r(200, 5)]);
+        assert_eq!(set.count(r(0, 1000)), 0);
+    }
+}

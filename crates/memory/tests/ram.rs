@@ -1,5 +1,7 @@
 //! Guest RAM over every backing: holes, content, page I/O, giving back, and files that others spoil.
 
+#![allow(clippy::unwrap_used)] // A test ends there, and says where.
+
 mod common;
 
 use common::{KINDS, Kind, Ram, Random, all_pages, odd, page, r, ram, skipped};

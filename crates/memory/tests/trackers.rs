@@ -1,5 +1,7 @@
 //! One suite that every tracker has to pass, over every backing it works on.
 
+#![allow(clippy::unwrap_used)] // A test ends there, and says where.
+
 mod common;
 
 use common::{Kind, Ram, Random, all_pages, odd, page, r, ram};

@@ -98,7 +98,8 @@ impl UffdTracker {
                     protect,
                 };
                 self.memory.scan(pagemap, range, entries, &mut add)?;
-                // But it passes over where the whole table of entries is gone: a second pass, for what is nothing at all.
+                // But where the whole table of entries is gone (a file's huge page was split), kernels before Linux 7.2
+                // and its backports pass over it: hence a second pass, for what is nothing at all.
                 let gone = Wanted {
                     all: 0,
                     none: WRITTEN | PRESENT | SWAPPED,
