@@ -9,7 +9,7 @@
 //!    | control:   Skip* , RoundEnd{0} -----------------------------> |   all markers and RoundEnd are here:
 //!    | <------------------------------------------ RoundReceived{0}  |   the round's barrier
 //!    |            ... rounds 1..k, the last with the guest paused    |
-//!    | control:   Section*, StateEnd, [Digests] -------------------> |   restores, compares digests
+//!    | control:   Section*, [Digests], StateEnd -------------------> |   restores, compares digests
 //!    | <---------------------------------------------------- Ready   |
 //!    | control:   Commit ------------------------------------------> |   resumes the guest
 //!    | <---------------------------------------------------- Running |

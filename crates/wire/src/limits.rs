@@ -27,7 +27,7 @@ pub const MAX_REASONS: usize = 64;
 pub const MAX_SECTION_BYTES: usize = (1 << 20) - 1024;
 
 /// The most sections in a machine's state.
-pub const MAX_SECTIONS: u32 = 1024;
+pub const MAX_SECTIONS: u32 = 4096;
 
 /// The most digests in [`Digests`]; the sender makes its chunks large enough.
 pub const MAX_DIGEST_SUMS: usize = 32_768;
@@ -177,5 +177,101 @@ fn invalid(kind: Kind, reason: String) -> Error {
     Error::Invalid {
         kind: kind.name(),
         reason,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::frame::{Decoder, encode};
+    use crate::{NotRunning, SkipReason};
+    use pages::{Layout, MAX_PAGES, PageRange, Pfn};
+
+    fn through(message: &Message) -> Message {
+        let frame = encode(message).unwrap();
+        Decoder::new().push(&mut &frame[..]).unwrap().unwrap()
+    }
+
+    /// Whatever the limits allow, a frame holds and a decoder takes.
+    #[test]
+    fn the_largest_of_every_kind_go_through() {
+        let text = |n: usize| "x".repeat(n);
+        let region = |i: u64| PageRange::between(Pfn((i << 40) + 1), Pfn((i << 40) + 1 + (MAX_PAGES >> 9)));
+        let extra = |i| (format!("{i:064}"), text(MAX_EXTRA_VALUE_BYTES));
+        let hello = Hello {
+            config: machine::MachineConfig {
+                kind: text(MAX_NAME_BYTES),
+                layout: Layout::new((0..512).map(region).collect()).unwrap(),
+                vcpus: u32::MAX,
+                balloon: machine::BalloonConfig {
+                    dialect: text(MAX_NAME_BYTES),
+                    features: u64::MAX,
+                },
+                extra: (0..MAX_EXTRAS).map(extra).collect(),
+            },
+            running: true,
+            streams: MAX_STREAMS,
+            verify: true,
+            dry_run: true,
+        };
+        let far = |i: usize| PageRange::between(Pfn(1 << 60), Pfn((1 << 61) + i as u64));
+        let messages = [
+            Message::Hello(hello),
+            Message::Refuse {
+                reasons: vec![text(MAX_REASON_BYTES); MAX_REASONS],
+            },
+            Message::Skip(Skip {
+                reason: SkipReason::Ballooned,
+                ranges: (0..MAX_SKIP_RANGES).map(far).collect(),
+            }),
+            Message::Section(Section {
+                name: text(MAX_NAME_BYTES),
+                version: u32::MAX,
+                data: vec![0xff; MAX_SECTION_BYTES],
+            }),
+            Message::Digests(Digests {
+                chunk_pages: u64::MAX,
+                sums: vec![u128::MAX; MAX_DIGEST_SUMS],
+            }),
+            Message::NotRunning(NotRunning {
+                reason: text(MAX_REASON_BYTES),
+            }),
+            Message::Commit(crate::Commit {
+                total_us: u64::MAX,
+                downtime_us: u64::MAX,
+                verify_us: u64::MAX,
+            }),
+        ];
+        for message in messages {
+            assert_eq!(through(&message), message);
+        }
+    }
+
+    #[test]
+    fn reasons_are_cut_rather_than_lost() {
+        // A character of three bytes lies across the limit.
+        let long = "\u{20ac}".repeat(MAX_REASON_BYTES);
+        let Message::Abort { reason, cancelled } = through(&Message::Abort {
+            reason: long,
+            cancelled: true,
+        }) else {
+            panic!("another message came back");
+        };
+        assert!(cancelled && reason.ends_with("\u{20ac}..."));
+        assert!(
+            (MAX_REASON_BYTES - 2..=MAX_REASON_BYTES).contains(&reason.len()),
+            "{}",
+            reason.len()
+        );
+
+        let refuse = Message::Refuse {
+            reasons: (0..70).map(|i| format!("reason {i}\nwith a line break")).collect(),
+        };
+        let Message::Refuse { reasons } = through(&refuse) else {
+            panic!("another message came back");
+        };
+        assert_eq!(reasons.len(), MAX_REASONS);
+        assert_eq!(reasons[62], "reason 62 with a line break");
+        assert_eq!(reasons[63], "and 7 more reasons");
     }
 }

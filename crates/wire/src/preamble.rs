@@ -250,3 +250,122 @@ fn put_u16(out: &mut [u8], at: usize, value: u16) {
 fn get_u16(bytes: &[u8], at: usize) -> u16 {
     u16::from_le_bytes([bytes[at], bytes[at + 1]])
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn v(min: u16, max: u16) -> VersionRange {
+        VersionRange { min, max }
+    }
+
+    /// A control preamble with one of its 16-bit fields changed and the checksum made right again.
+    fn with(at: usize, value: u16) -> [u8; PREAMBLE_BYTES] {
+        let preamble = Preamble {
+            versions: v(1, 3),
+            session: SessionId([7; 16]),
+            role: ConnectionRole::Control,
+        };
+        let mut bytes = preamble.encode();
+        put_u16(&mut bytes, at, value);
+        seal(&mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn the_highest_version_that_both_speak_is_picked() {
+        for (ours, theirs, picked) in [
+            (v(1, 1), v(1, 1), Some(1)),
+            (v(1, 3), v(2, 5), Some(3)),
+            (v(2, 5), v(1, 3), Some(3)),
+            (v(1, 9), v(4, 4), Some(4)),
+            (v(1, 2), v(2, 3), Some(2)),
+            (v(1, 1), v(2, 2), None),
+            (v(5, 6), v(1, 4), None),
+            (v(1, u16::MAX), v(u16::MAX, u16::MAX), Some(u16::MAX)),
+        ] {
+            assert_eq!(negotiate(ours, theirs), picked, "{ours} and {theirs}");
+            assert_eq!(negotiate(theirs, ours), picked, "{theirs} and {ours}");
+        }
+    }
+
+    #[test]
+    fn case_12_a_newer_version_is_refused_by_name() {
+        let reply = PreambleReply::answer(VERSIONS, v(2, 5));
+        assert_eq!(
+            reply,
+            PreambleReply {
+                version: 0,
+                ours: VERSIONS
+            }
+        );
+        let error = reply.agreed(v(2, 5)).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "no protocol version in common: this side speaks 2 to 5, the peer 1; upgrade the older one"
+        );
+        // It is no fault of the preamble.
+        assert_eq!(Preamble::decode(&with(10, 9)).unwrap().versions, v(1, 9));
+    }
+
+    #[test]
+    fn a_version_that_was_not_on_offer_is_not_taken() {
+        let reply = |version, ours| PreambleReply { version, ours };
+        assert_eq!(reply(2, v(1, 3)).agreed(v(1, 2)), Ok(2));
+        for (picked, theirs) in [(3, v(1, 3)), (2, v(3, 4)), (7, v(1, 3))] {
+            assert!(matches!(
+                reply(picked, theirs).agreed(v(1, 2)),
+                Err(Error::VersionPicked { .. })
+            ));
+        }
+    }
+
+    #[test]
+    fn case_12_strangers_are_told_by_their_first_bytes() {
+        let mut request = [b' '; PREAMBLE_BYTES];
+        request[..16].copy_from_slice(b"GET / HTTP/1.1\r\n");
+        assert_eq!(
+            Preamble::decode(&request).unwrap_err().to_string(),
+            "not a pageferry peer: the first bytes are \"GET / HT\"; is something else listening or connecting there?"
+        );
+        let mut answer = [0; REPLY_BYTES];
+        answer[..10].copy_from_slice(b"\x16\x03\x01\r\n\"\xff\x00\x00\x00");
+        let error = PreambleReply::decode(&answer).unwrap_err();
+        assert_eq!(error, Error::NotAPeer(r#"\x16\x03\x01\r\n\"\xff\x00"#.to_owned()));
+    }
+
+    #[test]
+    fn case_12_a_stranger_is_told_before_its_preamble_is_whole() {
+        for good in 0..=PREAMBLE_BYTES {
+            assert_eq!(check_magic(&with(8, 1)[..good]), Ok(()));
+        }
+        assert_eq!(check_magic(b"G"), Err(Error::NotAPeer("G".to_owned())));
+        assert_eq!(check_magic(b"PGFERRY\r"), Err(Error::NotAPeer("PGFERRY\\r".to_owned())));
+    }
+
+    #[test]
+    fn fields_out_of_range_are_refused_by_name() {
+        let refused = |at, value| Preamble::decode(&with(at, value)).unwrap_err();
+        assert_eq!(refused(8, 0), Error::VersionRange(v(0, 3)));
+        assert_eq!(refused(8, 4), Error::VersionRange(v(4, 3)));
+        assert_eq!(refused(12, 3), Error::Role(3));
+        assert_eq!(
+            refused(14, 1),
+            Error::Stream {
+                role: "control",
+                stream: 1
+            }
+        );
+        let mut data = with(12, 2);
+        assert!(Preamble::decode(&data).is_ok());
+        put_u16(&mut data, 14, 64);
+        seal(&mut data);
+        assert_eq!(
+            Preamble::decode(&data),
+            Err(Error::Stream {
+                role: "data",
+                stream: 64
+            })
+        );
+    }
+}

@@ -182,3 +182,115 @@ impl BatchBuilder {
         self.finished = false;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::batch::{decode_header, decode_runs};
+    use pages::{Layout, PageRange};
+
+    fn run(start: u64, pages: u64, kind: RunKind) -> Run {
+        Run {
+            range: PageRange::between(Pfn(start), Pfn(start + pages)),
+            kind,
+        }
+    }
+
+    fn read(head: &[u8]) -> (u32, u32, Vec<Run>) {
+        let header = decode_header(head[..HEADER_BYTES].try_into().unwrap()).unwrap();
+        let mut out = Vec::new();
+        decode_runs(
+            &header,
+            &head[HEADER_BYTES..],
+            &Layout::flat(1 << 20).unwrap(),
+            &mut out,
+        )
+        .unwrap();
+        (header.round(), header.seq(), out)
+    }
+
+    #[test]
+    fn a_batch_is_full_by_bytes_and_by_runs() {
+        let mut builder = BatchBuilder::new(0);
+        assert_eq!(builder.room_pages(), 1024);
+        assert!(builder.push(run(0, 1023, RunKind::Data)).unwrap());
+        assert!(!builder.push(run(2000, 2, RunKind::Data)).unwrap());
+        assert!(builder.push(run(2000, 1, RunKind::Data)).unwrap());
+        assert_eq!((builder.room_pages(), builder.payload_bytes()), (0, 4 << 20));
+        assert!(builder.push(run(3000, 5000, RunKind::Zero)).unwrap());
+        assert_eq!(builder.finish().unwrap().1, 4 << 20);
+        for i in 0..MAX_RUNS as u64 {
+            assert!(builder.push(run(i, 1, RunKind::Zero)).unwrap());
+        }
+        assert!(!builder.push(run(5000, 1, RunKind::Zero)).unwrap());
+        assert_eq!(read(builder.finish().unwrap().0).2.len(), MAX_RUNS);
+    }
+
+    #[test]
+    fn one_batch_leaves_nothing_to_the_next() {
+        let mut builder = BatchBuilder::new(0);
+        builder.start(4);
+        let (first, second) = (run(100, 3, RunKind::Data), run(7, 1, RunKind::Fill(9)));
+        builder.push(first).unwrap();
+        assert_eq!(read(builder.finish().unwrap().0), (4, 0, vec![first]));
+        assert!(builder.is_empty());
+        // Lower pages again: another batch of the same round.
+        builder.push(second).unwrap();
+        assert_eq!(read(builder.finish().unwrap().0), (4, 1, vec![second]));
+        let marker = decode_header(&builder.marker(4).unwrap()).unwrap();
+        assert_eq!((marker.is_marker(), marker.round(), marker.seq()), (true, 4, 2));
+        builder.push(first).unwrap();
+        builder.start(5);
+        builder.push(second).unwrap();
+        assert_eq!(read(builder.finish().unwrap().0), (5, 3, vec![second]));
+    }
+
+    #[test]
+    fn what_the_receiver_would_refuse_is_refused() {
+        let mut builder = BatchBuilder::new(0);
+        assert!(matches!(builder.finish(), Err(Error::BatchShape { .. })));
+        let error = builder.push(run(5, 0, RunKind::Zero)).unwrap_err();
+        assert_eq!(
+            error,
+            Error::RunRange {
+                index: 0,
+                start: Pfn(5),
+                pages: 0
+            }
+        );
+        assert!(matches!(
+            builder.push(run(0, 1025, RunKind::Data)),
+            Err(Error::Limit { .. })
+        ));
+        assert!(matches!(
+            builder.push(run(0, 1 << 52, RunKind::Data)),
+            Err(Error::Limit { .. })
+        ));
+        builder.push(run(5, 5, RunKind::Zero)).unwrap();
+        let error = builder.push(run(9, 5, RunKind::Zero)).unwrap_err();
+        assert!(
+            matches!(
+                error,
+                Error::RunOrder {
+                    index: 1,
+                    floor: Pfn(10),
+                    ..
+                }
+            ),
+            "{error}"
+        );
+        // The batch is still good.
+        assert_eq!(read(builder.finish().unwrap().0).2.len(), 1);
+    }
+
+    #[test]
+    fn batch_numbers_end_rather_than_wrap() {
+        let mut builder = BatchBuilder::new(2);
+        builder.seq = Some(u32::MAX);
+        builder.push(run(0, 1, RunKind::Zero)).unwrap();
+        assert_eq!(read(builder.finish().unwrap().0).1, u32::MAX);
+        builder.push(run(0, 1, RunKind::Zero)).unwrap();
+        assert!(matches!(builder.finish(), Err(Error::Exhausted { stream: 2, .. })));
+        assert!(matches!(builder.marker(0), Err(Error::Exhausted { stream: 2, .. })));
+    }
+}

@@ -73,3 +73,72 @@ impl StreamOrder {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::batch::{BatchBuilder, Run, RunKind, decode_header, marker};
+    use pages::{PageRange, Pfn};
+
+    fn end(stream: u16, round: u32, seq: u32) -> BatchHeader {
+        decode_header(&marker(stream, round, seq)).unwrap()
+    }
+
+    #[test]
+    fn what_a_builder_makes_comes_in_order() {
+        let (mut builder, mut order) = (BatchBuilder::new(1), StreamOrder::new(1));
+        for round in 0..3 {
+            builder.start(round);
+            for _ in 0..=round {
+                let range = PageRange::between(Pfn(0), Pfn(1));
+                builder
+                    .push(Run {
+                        range,
+                        kind: RunKind::Zero,
+                    })
+                    .unwrap();
+                let head = builder.finish().unwrap().0;
+                assert_eq!(order.round(), Some(round));
+                order
+                    .expect(&decode_header(head[..40].try_into().unwrap()).unwrap())
+                    .unwrap();
+            }
+            order
+                .expect(&decode_header(&builder.marker(round).unwrap()).unwrap())
+                .unwrap();
+        }
+        assert_eq!(order.round(), Some(3));
+    }
+
+    #[test]
+    fn another_stream_number_and_round_are_refused() {
+        let mut order = StreamOrder::new(1);
+        order.expect(&end(1, 0, 0)).unwrap();
+        for (header, what) in [
+            (end(2, 1, 1), "a batch's stream"),
+            (end(1, 1, 0), "a batch's number"),
+            (end(1, 1, 2), "a batch's number"),
+            (end(1, 2, 1), "a batch's round"),
+        ] {
+            let error = order.expect(&header).unwrap_err();
+            assert!(
+                matches!(error, Error::OutOfOrder { what: w, .. } if w == what),
+                "{what}: {error}"
+            );
+        }
+        // None of these moved it on.
+        order.expect(&end(1, 1, 1)).unwrap();
+    }
+
+    #[test]
+    fn counters_end_rather_than_wrap() {
+        let mut order = StreamOrder {
+            seq: Some(u32::MAX),
+            round: Some(u32::MAX),
+            ..StreamOrder::new(0)
+        };
+        order.expect(&end(0, u32::MAX, u32::MAX)).unwrap();
+        assert_eq!(order.round(), None);
+        assert!(matches!(order.expect(&end(0, 0, 0)), Err(Error::Exhausted { .. })));
+    }
+}
