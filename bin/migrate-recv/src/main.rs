@@ -1,2 +1,29 @@
-//! The command.
-fn main() {}
+//! `migrate-recv`: waits for a guest, rebuilds it, and runs it.
+#![forbid(unsafe_code)]
+
+mod run;
+
+use clap::Parser;
+use cli::{OutputFlags, RecvFlags};
+use std::process::ExitCode;
+
+/// Receive one guest, and run it
+#[derive(Parser, Debug)]
+#[command(
+    name = "migrate-recv",
+    version,
+    after_help = "The first line on stdout is `listening on ADDR`.\n\nExit codes: 0 the guest was handed over, 2 usage, \
+                  3 refused, 4 failed, 5 cancelled, 6 timed out"
+)]
+struct Arguments {
+    #[command(flatten)]
+    receive: RecvFlags,
+    #[command(flatten)]
+    output: OutputFlags,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    arguments.output.log.start();
+    cli::finish("migrate-recv", run::run(arguments))
+}

@@ -1,0 +1,189 @@
+//! From a plan to a guest that is started here.
+
+use crate::soft::SoftSlot;
+use crate::{BalloonChoice, Error, FileMachine, FilePlan, GuestPlan, SoftPlan, human_bytes};
+use balloon::Dialect;
+use machine::{FreePages, NoBalloon};
+use memory::trackers::NullTracker;
+use memory::{Backing, FreeMap, GuestMemory, layout_file};
+use pageferry::Guest;
+use pages::{Layout, PAGE_BYTES};
+use softguest::{GuestConfig, SoftGuest};
+use std::path::Path;
+use std::sync::Arc;
+
+/// A guest that was started here.
+#[derive(Debug)]
+pub struct Started {
+    /// As the library takes it.
+    pub guest: Guest,
+    /// The built-in guest's own side, which can check itself; empty for a guest in a file.
+    pub soft: SoftSlot,
+}
+
+/// Starts a guest. Takes as long as the guest needs to touch the memory that it is to use.
+///
+/// # Errors
+/// [`Error::Refused`] says what the host or a file lacks; nothing was sent then.
+pub fn start(plan: &GuestPlan) -> Result<Started, Error> {
+    match plan {
+        GuestPlan::Soft(plan) => start_soft(plan),
+        GuestPlan::File(plan) => open_file(plan),
+    }
+}
+
+fn start_soft(plan: &SoftPlan) -> Result<Started, Error> {
+    let layout = Arc::new(flat(plan.memory_bytes)?);
+    // Short of memory, the kernel would end the process in the middle of the guest's first touch.
+    let touched = plan.used_bytes.saturating_add(plan.aged_bytes);
+    if let Some(available) = available_bytes().filter(|&available| available < touched) {
+        return Err(Error::Refused(format!(
+            "the guest is to touch {} of memory, and the host has {} available: lower --used or --aged",
+            human_bytes(touched),
+            human_bytes(available)
+        )));
+    }
+    let ram = Arc::new(GuestMemory::new(Arc::clone(&layout), &Backing::Anonymous).map_err(refused)?);
+    let dialect = match plan.balloon {
+        BalloonChoice::Standard => Some(Dialect::Standard),
+        BalloonChoice::Bitmap => Some(Dialect::Bitmap),
+        BalloonChoice::BitmapRfc => Some(Dialect::BitmapRfc),
+        BalloonChoice::Off => None,
+    };
+    let config = GuestConfig {
+        used_bytes: plan.used_bytes,
+        scatter: plan.scatter,
+        aged_bytes: plan.aged_bytes,
+        workload: plan.workload,
+        vcpus: plan.vcpus,
+        seed: plan.seed,
+        balloon: dialect.map(softguest::default_balloon),
+        init_on_alloc: plan.init_on_alloc,
+        ..GuestConfig::new(layout)
+    };
+    let soft = SoftGuest::boot(config, ram).map_err(refused)?;
+    let slot = SoftSlot::default();
+    let guest = slot.put(soft)?;
+    Ok(Started { guest, soft: slot })
+}
+
+fn open_file(plan: &FilePlan) -> Result<Started, Error> {
+    let layout = Arc::new(match &plan.layout {
+        Some(file) => layout_file::load(file).map_err(refused)?,
+        None => layout_of_file(&plan.ram)?,
+    });
+    let ram = GuestMemory::new(Arc::clone(&layout), &Backing::read_file(&plan.ram)).map_err(refused)?;
+    let free_pages: Box<dyn FreePages> = match &plan.free_map {
+        Some(file) => Box::new(FreeMap::load(file, &layout).map_err(refused)?),
+        None => Box::new(NoBalloon),
+    };
+    let guest = Guest {
+        ram: Arc::new(ram),
+        tracker: Box::new(NullTracker::new(&layout)),
+        free_pages,
+        machine: Box::new(FileMachine::new((*layout).clone())),
+    };
+    Ok(Started {
+        guest,
+        soft: SoftSlot::default(),
+    })
+}
+
+/// Without a layout file, a RAM file is one region from address 0.
+fn layout_of_file(file: &Path) -> Result<Layout, Error> {
+    let failed = |error| Error::Refused(format!("looking at RAM file {}: {error}", file.display()));
+    let bytes = std::fs::metadata(file).map_err(failed)?.len();
+    if bytes == 0 || !bytes.is_multiple_of(PAGE_BYTES) {
+        return Err(Error::Refused(format!(
+            "RAM file {} has {bytes} bytes, which is not a whole number of 4 KiB pages above 0",
+            file.display()
+        )));
+    }
+    flat(bytes)
+}
+
+/// One region from address 0.
+pub(crate) fn flat(bytes: u64) -> Result<Layout, Error> {
+    Layout::flat(bytes / PAGE_BYTES).map_err(refused)
+}
+
+/// A check's error as the command's.
+pub(crate) fn refused(error: impl std::error::Error) -> Error {
+    Error::Refused(error.to_string())
+}
+
+/// The memory that the host could give without swapping, bytes; `None` where it does not say.
+pub(crate) fn available_bytes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.trim()
+        .strip_suffix("kB")?
+        .trim()
+        .parse::<u64>()
+        .ok()?
+        .checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file_plan(folder: &Path, ram_bytes: u64) -> FilePlan {
+        let ram = folder.join("ram");
+        std::fs::File::create(&ram).unwrap().set_len(ram_bytes).unwrap();
+        FilePlan {
+            ram,
+            layout: None,
+            free_map: None,
+        }
+    }
+
+    #[test]
+    fn a_guest_in_a_file_is_one_region_unless_told() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut plan = file_plan(folder.path(), 5 * 4096);
+        let started = start(&GuestPlan::File(plan.clone())).unwrap();
+        assert_eq!(started.guest.ram.layout().regions().len(), 1);
+        assert_eq!(started.guest.machine.config().kind, "file");
+        assert!(started.soft.self_check().is_none());
+        drop(started);
+        let layout = folder.path().join("layout.json");
+        std::fs::write(
+            &layout,
+            r#"{"page_size":4096,"regions":[{"start":0,"bytes":8192},{"start":65536,"bytes":12288}]}"#,
+        )
+        .unwrap();
+        plan.layout = Some(layout);
+        let started = start(&GuestPlan::File(plan)).unwrap();
+        assert_eq!(started.guest.ram.layout().regions().len(), 2);
+    }
+
+    #[test]
+    fn what_does_not_fit_together_is_refused_by_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let refusal = |plan: FilePlan| {
+            let error = start(&GuestPlan::File(plan)).unwrap_err();
+            assert_eq!(error.exit_code(), 3);
+            error.to_string()
+        };
+        assert!(refusal(file_plan(folder.path(), 4097)).contains("4097 bytes"));
+        assert!(refusal(file_plan(folder.path(), 0)).contains("0 bytes"));
+        let gone = FilePlan {
+            ram: folder.path().join("gone"),
+            layout: None,
+            free_map: None,
+        };
+        assert!(refusal(gone).contains("gone"));
+        let mut plan = file_plan(folder.path(), 64 * 4096);
+        let map = folder.path().join("map");
+        std::fs::write(&map, [0; 7]).unwrap();
+        plan.free_map = Some(map);
+        let text = refusal(plan);
+        assert!(text.contains('7') && text.contains('8'), "{text}");
+    }
+
+    #[test]
+    fn the_host_says_what_it_has() {
+        assert!(available_bytes().is_some_and(|bytes| bytes > 1 << 20));
+    }
+}

@@ -1,0 +1,340 @@
+//! The flags that describe a guest, and what they mean together.
+//!
+//! In two steps: clap reads plain values; [`GuestFlags::plan`] turns them into a [`GuestPlan`], or says which flag does
+//! not fit which. Nothing is allocated or opened before the whole plan makes sense.
+
+use crate::Error;
+use crate::units::{Size, parse_share};
+use clap::{Args, ValueEnum};
+use pages::PAGE_BYTES;
+use softguest::{MAX_VCPUS, Workload};
+use std::path::PathBuf;
+
+/// What runs the guest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum GuestKind {
+    /// The built-in guest; needs no KVM
+    #[default]
+    Soft,
+    /// A Linux kernel under KVM
+    Linux,
+    /// A paused guest's RAM, lying in a file
+    File,
+}
+
+/// The balloon's dialect.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum BalloonChoice {
+    /// Free page hinting, as virtio 1.x has it
+    #[default]
+    Standard,
+    /// The bitmap dialect
+    Bitmap,
+    /// The bitmap dialect as the 2016 patches had it
+    BitmapRfc,
+    /// No balloon
+    Off,
+}
+
+/// The flags that describe a guest. Those without a default belong to some kinds of guest only.
+#[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Guest")]
+pub struct GuestFlags {
+    /// What runs the guest
+    #[arg(long, value_enum, default_value_t, value_name = "KIND")]
+    pub guest: GuestKind,
+    /// Guest RAM, any whole number of 4 KiB pages [soft, linux; default: 8G]
+    #[arg(long, value_name = "SIZE")]
+    pub memory: Option<Size>,
+    /// Virtual CPUs [soft, linux; default: 1]
+    #[arg(long, value_name = "N")]
+    pub vcpus: Option<u32>,
+    /// The balloon's dialect [soft, linux; default: standard]
+    #[arg(long, value_enum, value_name = "DIALECT")]
+    pub balloon: Option<BalloonChoice>,
+
+    /// Memory that the guest uses [soft; default: 300M, or a quarter of a small guest's RAM]
+    #[arg(long, value_name = "SIZE", help_heading = "Built-in guest")]
+    pub used: Option<Size>,
+    /// How scattered it is: 0 in one piece, 1 in single pages [soft; default: 0]
+    #[arg(long, value_name = "0..1", value_parser = parse_share, help_heading = "Built-in guest")]
+    pub scatter: Option<f64>,
+    /// Memory that was touched, then freed, before the migration [soft; default: 0]
+    #[arg(long, value_name = "SIZE", help_heading = "Built-in guest")]
+    pub aged: Option<Size>,
+    /// What it does: idle, churn:RATE (pages a second) or compile [soft; default: idle]
+    #[arg(long, value_name = "LOAD", help_heading = "Built-in guest")]
+    pub workload: Option<Workload>,
+    /// Where its randomness starts [soft; default: 1]
+    #[arg(long, value_name = "N", help_heading = "Built-in guest")]
+    pub guest_seed: Option<u64>,
+    /// It zeroes memory when it allocates it, as Linux with init_on_alloc=1 [soft]
+    #[arg(long, help_heading = "Built-in guest")]
+    pub init_on_alloc: bool,
+
+    /// The guest's RAM [file]
+    #[arg(long, value_name = "FILE", help_heading = "Guest in a file")]
+    pub ram: Option<PathBuf>,
+    /// Where its RAM lies in guest-physical space (JSON) [file; default: one region from address 0]
+    #[arg(long, value_name = "FILE", help_heading = "Guest in a file")]
+    pub layout: Option<PathBuf>,
+    /// Its free pages: a bitmap, one bit a 4 KiB page, least significant first [file]
+    #[arg(long, value_name = "FILE", help_heading = "Guest in a file")]
+    pub free_map: Option<PathBuf>,
+
+    /// The kernel to boot [linux]
+    #[arg(long, value_name = "FILE", help_heading = "Linux guest")]
+    pub kernel: Option<PathBuf>,
+    /// Its initial RAM disk [linux]
+    #[arg(long, value_name = "FILE", help_heading = "Linux guest")]
+    pub initrd: Option<PathBuf>,
+    /// Its command line [linux]
+    #[arg(long, value_name = "STR", help_heading = "Linux guest")]
+    pub cmdline: Option<String>,
+}
+
+/// A guest to be started here.
+#[derive(Clone, Debug, PartialEq)]
+pub enum GuestPlan {
+    /// The built-in one.
+    Soft(SoftPlan),
+    /// One in a file.
+    File(FilePlan),
+}
+
+/// The built-in guest.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SoftPlan {
+    /// Guest RAM, a whole number of pages.
+    pub memory_bytes: u64,
+    /// Used memory, rounded up to whole pages.
+    pub used_bytes: u64,
+    /// Touched, then freed; rounded up to whole pages.
+    pub aged_bytes: u64,
+    /// 0 in one piece, 1 in single pages.
+    pub scatter: f64,
+    /// What it does.
+    pub workload: Workload,
+    /// Virtual CPUs.
+    pub vcpus: u32,
+    /// Where its randomness starts.
+    pub seed: u64,
+    /// Zeroes what it allocates.
+    pub init_on_alloc: bool,
+    /// Its balloon.
+    pub balloon: BalloonChoice,
+}
+
+/// A guest in a file.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FilePlan {
+    /// Its RAM.
+    pub ram: PathBuf,
+    /// Where RAM lies.
+    pub layout: Option<PathBuf>,
+    /// Its free pages.
+    pub free_map: Option<PathBuf>,
+}
+
+const DEFAULT_MEMORY_BYTES: u64 = 8 << 30;
+const DEFAULT_USED_BYTES: u64 = 300 << 20;
+
+impl GuestFlags {
+    /// What the flags mean.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] names the flag that is missing, out of range, or does not belong to this kind of guest.
+    pub fn plan(&self) -> Result<GuestPlan, Error> {
+        self.check_kind()?;
+        match self.guest {
+            GuestKind::Linux => Err(Error::Usage(
+                "--guest linux comes with a later version of pageferry (it needs the KVM VMM): use --guest soft or file"
+                    .to_owned(),
+            )),
+            GuestKind::Soft => self.plan_soft().map(GuestPlan::Soft),
+            GuestKind::File => {
+                let ram = self.ram.clone();
+                Ok(GuestPlan::File(FilePlan {
+                    ram: ram.ok_or_else(|| Error::Usage("--guest file needs --ram FILE".to_owned()))?,
+                    layout: self.layout.clone(),
+                    free_map: self.free_map.clone(),
+                }))
+            }
+        }
+    }
+
+    /// Refuses flags that belong to another kind of guest: to drop them in silence would be to migrate something else
+    /// than was asked for.
+    fn check_kind(&self) -> Result<(), Error> {
+        use GuestKind::{File, Linux, Soft};
+        let given: [(&str, bool, &[GuestKind]); 15] = [
+            ("--memory", self.memory.is_some(), &[Soft, Linux]),
+            ("--vcpus", self.vcpus.is_some(), &[Soft, Linux]),
+            ("--balloon", self.balloon.is_some(), &[Soft, Linux]),
+            ("--used", self.used.is_some(), &[Soft]),
+            ("--scatter", self.scatter.is_some(), &[Soft]),
+            ("--aged", self.aged.is_some(), &[Soft]),
+            ("--workload", self.workload.is_some(), &[Soft]),
+            ("--guest-seed", self.guest_seed.is_some(), &[Soft]),
+            ("--init-on-alloc", self.init_on_alloc, &[Soft]),
+            ("--ram", self.ram.is_some(), &[File]),
+            ("--layout", self.layout.is_some(), &[File]),
+            ("--free-map", self.free_map.is_some(), &[File]),
+            ("--kernel", self.kernel.is_some(), &[Linux]),
+            ("--initrd", self.initrd.is_some(), &[Linux]),
+            ("--cmdline", self.cmdline.is_some(), &[Linux]),
+        ];
+        let name = |kind: GuestKind| {
+            kind.to_possible_value()
+                .map_or_else(String::new, |v| v.get_name().to_owned())
+        };
+        for (flag, is_given, kinds) in given {
+            if is_given && !kinds.contains(&self.guest) {
+                let kinds: Vec<String> = kinds.iter().map(|&k| name(k)).collect();
+                return Err(Error::Usage(format!(
+                    "{flag} goes with --guest {}, not with --guest {}",
+                    kinds.join(" or "),
+                    name(self.guest)
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    fn plan_soft(&self) -> Result<SoftPlan, Error> {
+        let memory_bytes = self.memory.map_or(DEFAULT_MEMORY_BYTES, |s| s.0);
+        if memory_bytes == 0 || !memory_bytes.is_multiple_of(PAGE_BYTES) {
+            return Err(Error::Usage(format!(
+                "--memory: {memory_bytes} bytes are not a whole number of 4 KiB pages above 0"
+            )));
+        }
+        let default_used = DEFAULT_USED_BYTES.min(memory_bytes / 4);
+        let used_bytes = whole_pages("--used", self.used.map_or(default_used, |s| s.0))?;
+        let aged_bytes = whole_pages("--aged", self.aged.map_or(0, |s| s.0))?;
+        if used_bytes.checked_add(aged_bytes).is_none_or(|sum| sum > memory_bytes) {
+            return Err(Error::Usage(format!(
+                "--used and --aged take {used_bytes} and {aged_bytes} bytes, together more than --memory {memory_bytes}"
+            )));
+        }
+        let vcpus = self.vcpus.unwrap_or(1);
+        if !(1..=MAX_VCPUS).contains(&vcpus) {
+            return Err(Error::Usage(format!("--vcpus {vcpus}: give 1 to {MAX_VCPUS}")));
+        }
+        Ok(SoftPlan {
+            memory_bytes,
+            used_bytes,
+            aged_bytes,
+            scatter: self.scatter.unwrap_or(0.0),
+            workload: self.workload.unwrap_or_default(),
+            vcpus,
+            seed: self.guest_seed.unwrap_or(1),
+            init_on_alloc: self.init_on_alloc,
+            balloon: self.balloon.unwrap_or_default(),
+        })
+    }
+}
+
+/// Rounds up to whole pages.
+fn whole_pages(flag: &str, bytes: u64) -> Result<u64, Error> {
+    bytes
+        .checked_next_multiple_of(PAGE_BYTES)
+        .ok_or_else(|| Error::Usage(format!("{flag}: {bytes} bytes are more than any guest has")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        guest: GuestFlags,
+    }
+
+    fn plan(line: &str) -> Result<GuestPlan, Error> {
+        let words = std::iter::once("test").chain(line.split_whitespace());
+        match Line::try_parse_from(words) {
+            Ok(line) => line.guest.plan(),
+            Err(error) => Err(Error::Usage(error.to_string())),
+        }
+    }
+
+    fn soft(line: &str) -> SoftPlan {
+        match plan(line) {
+            Ok(GuestPlan::Soft(plan)) => plan,
+            other => panic!("{line}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_soft_guest_by_default() {
+        let plan = soft("");
+        assert_eq!(
+            (plan.memory_bytes, plan.used_bytes, plan.aged_bytes),
+            (8 << 30, 300 << 20, 0)
+        );
+        assert_eq!(
+            (plan.workload, plan.vcpus, plan.balloon),
+            (Workload::Idle, 1, BalloonChoice::Standard)
+        );
+    }
+
+    #[test]
+    fn all_flags_of_a_soft_guest() {
+        let plan = soft(
+            "--guest soft --memory 1G --used 100M --scatter 0.5 --aged 512M --workload churn:500 --vcpus 2 --guest-seed 7 \
+             --init-on-alloc --balloon bitmap-rfc",
+        );
+        assert_eq!(
+            plan,
+            SoftPlan {
+                memory_bytes: 1 << 30,
+                used_bytes: 100 << 20,
+                aged_bytes: 512 << 20,
+                scatter: 0.5,
+                workload: Workload::Churn { pages_per_s: 500 },
+                vcpus: 2,
+                seed: 7,
+                init_on_alloc: true,
+                balloon: BalloonChoice::BitmapRfc,
+            }
+        );
+    }
+
+    #[test]
+    fn any_whole_number_of_pages_will_do() {
+        assert_eq!(soft("--memory 1073754112").memory_bytes, (1 << 30) + 3 * 4096);
+        assert_eq!(soft("--used 1").used_bytes, 4096);
+        assert!(
+            plan("--memory 1073754113")
+                .unwrap_err()
+                .to_string()
+                .contains("1073754113")
+        );
+        assert!(plan("--memory 0").is_err());
+    }
+
+    #[test]
+    fn nonsense_is_refused_by_name() {
+        for (line, word) in [
+            ("--guest linux --kernel k", "later version"),
+            ("--guest file", "--ram"),
+            (
+                "--guest file --ram r --used 1M",
+                "--used goes with --guest soft, not with --guest file",
+            ),
+            ("--guest soft --free-map f", "--free-map goes with --guest file"),
+            ("--memory 1G --used 600M --aged 600M", "more than --memory"),
+            ("--used 16777215T --memory 1G", "more than --memory"),
+            ("--vcpus 0", "--vcpus 0"),
+            ("--workload busy", "busy"),
+            ("--scatter 2", "'2' is not a share"),
+            ("--memory 8X", "8X"),
+        ] {
+            let error = plan(line).unwrap_err();
+            assert_eq!(error.exit_code(), 2);
+            assert!(error.to_string().contains(word), "{line}: {error}");
+        }
+    }
+}

@@ -1,0 +1,259 @@
+//! What a receiver makes ready for the guest that comes: memory and a machine like the source's.
+//!
+//! The source's configuration comes from a peer: its kind, its size and all else is checked before memory is mapped, and
+//! what does not fit is refused with a reason that the source prints.
+
+use crate::guest::{available_bytes, flat};
+use crate::soft::SoftSlot;
+use crate::tamper::{TamperedMachine, TamperedRam};
+use crate::{Corrupt, Error, FileMachine, RecvFlags, file_guest, human_bytes};
+use machine::{GuestRam, MachineConfig, NoBalloon};
+use memory::trackers::NullTracker;
+use memory::{Backing, GuestMemory};
+use pageferry::Guest;
+use pages::Layout;
+use softguest::SoftGuest;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Makes guests like those that come.
+#[derive(Debug)]
+pub struct Receiving {
+    ram_file: RamFile,
+    /// Whether the operator set a limit of his own; the library keeps to it.
+    has_limit: bool,
+    pool: Option<Arc<GuestMemory>>,
+    corrupt: Option<Corrupt>,
+    soft: SoftSlot,
+}
+
+/// The RAM file of a receiver, if it has one.
+#[derive(Clone, Debug)]
+pub struct RamFile {
+    path: Option<PathBuf>,
+    was_there: bool,
+}
+
+impl RamFile {
+    /// Removes a RAM file that this receiver made, when no guest came into it.
+    pub fn remove_if_ours(&self) {
+        if let Some(path) = self.path.as_deref().filter(|_| !self.was_there) {
+            match std::fs::remove_file(path) {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                    tracing::warn!("the unfinished RAM file {} stays: {error}", path.display());
+                }
+                Ok(()) | Err(_) => {}
+            }
+        }
+    }
+
+    fn backing(&self) -> Backing {
+        self.path.as_ref().map_or(Backing::Anonymous, Backing::create_file)
+    }
+}
+
+impl Receiving {
+    /// Makes ready what can be made ready before a source comes: populates memory, if that was asked for.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] where the host has too little memory, or the RAM file cannot be had.
+    pub fn new(flags: &RecvFlags) -> Result<Self, Error> {
+        let path = flags.ram.clone();
+        let was_there = path.as_ref().is_some_and(|path| path.exists());
+        let ram_file = RamFile { path, was_there };
+        let pool = match flags.max_memory {
+            Some(size) if flags.prealloc => {
+                let memory = GuestMemory::new(Arc::new(flat(size.0)?), &ram_file.backing());
+                let populated = memory.and_then(|memory| memory.populate_all().map(|()| memory));
+                Some(Arc::new(populated.map_err(|error| {
+                    ram_file.remove_if_ours();
+                    Error::Refused(format!("--prealloc: {error}"))
+                })?))
+            }
+            _ => None,
+        };
+        Ok(Receiving {
+            ram_file,
+            has_limit: flags.max_memory.is_some(),
+            pool,
+            corrupt: flags.corrupt_page,
+            soft: SoftSlot::default(),
+        })
+    }
+
+    /// Whether memory was populated ahead.
+    pub fn is_populated(&self) -> bool {
+        self.pool.is_some()
+    }
+
+    /// Where the built-in guest that comes can be found.
+    pub fn soft(&self) -> SoftSlot {
+        self.soft.clone()
+    }
+
+    /// The file that RAM is rebuilt in.
+    pub fn ram_file(&self) -> RamFile {
+        self.ram_file.clone()
+    }
+
+    /// Makes a paused guest like `config` says, or gives the reasons why not, each a sentence that the source prints.
+    ///
+    /// # Errors
+    /// The reasons.
+    pub fn prepare(&mut self, config: &MachineConfig) -> Result<Guest, Vec<String>> {
+        self.make(config).map_err(|reason| vec![reason])
+    }
+
+    fn make(&mut self, config: &MachineConfig) -> Result<Guest, String> {
+        // A source that came before, and only asked, may have left one: its RAM file would be in use.
+        self.soft.clear();
+        let is_soft = config.kind == "soft";
+        if !is_soft && config.kind != file_guest::KIND {
+            return Err(format!(
+                "this receiver runs guests of the kinds soft and file, not '{}'",
+                config.kind
+            ));
+        }
+        let ram = self.memory(&config.layout)?;
+        let mut guest = if is_soft {
+            let soft = SoftGuest::new_for_restore(config, Arc::clone(&ram)).map_err(|error| error.to_string())?;
+            self.soft.put(soft).map_err(|error| error.to_string())?
+        } else {
+            Guest {
+                ram: Arc::clone(&ram) as Arc<dyn GuestRam>,
+                tracker: Box::new(NullTracker::new(ram.layout())),
+                free_pages: Box::new(NoBalloon),
+                machine: Box::new(FileMachine::new(config.layout.clone())),
+            }
+        };
+        match self.corrupt {
+            None => {}
+            Some(Corrupt::BeforeVerify) => guest.ram = Arc::new(TamperedRam::new(ram)),
+            Some(Corrupt::AfterVerify) => {
+                let soft = self.soft.clone();
+                let then = move || soft.flip_byte();
+                guest.machine = Box::new(TamperedMachine {
+                    inner: guest.machine,
+                    then: Box::new(then),
+                });
+            }
+        }
+        Ok(guest)
+    }
+
+    /// Memory of this layout: what was populated ahead, if it fits, else new.
+    fn memory(&mut self, layout: &Layout) -> Result<Arc<GuestMemory>, String> {
+        if let Some(pool) = &self.pool {
+            if **pool.layout() == *layout {
+                return Ok(Arc::clone(pool));
+            }
+            tracing::warn!(
+                "the guest's RAM is laid out unlike what --prealloc populated ({} bytes from address 0): its memory is \
+                 populated as it comes",
+                pool.layout().total_bytes()
+            );
+            // Dropped first: the new memory may need the room, or the same file.
+            self.pool = None;
+        }
+        let needed = layout.total_bytes();
+        // A limit of the operator's own is the library's to keep; memory in a file is the file system's to have.
+        let unlimited = !self.has_limit && self.ram_file.path.is_none();
+        let short = available_bytes().filter(|&available| unlimited && available < needed);
+        if let Some(available) = short {
+            return Err(format!(
+                "the guest has {} of RAM and the receiver's host has {} available; if much of it will stay untouched, \
+                 start the receiver with --max-memory",
+                human_bytes(needed),
+                human_bytes(available)
+            ));
+        }
+        let memory = GuestMemory::new(Arc::new(layout.clone()), &self.ram_file.backing());
+        memory.map(Arc::new).map_err(|error| error.to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+    use machine::{BalloonConfig, Machine};
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        recv: RecvFlags,
+    }
+
+    fn receiving(line: &str) -> Result<Receiving, Error> {
+        let words = ["test", "--listen", "tcp:127.0.0.1:0"]
+            .into_iter()
+            .chain(line.split_whitespace());
+        Receiving::new(&Line::try_parse_from(words).unwrap().recv)
+    }
+
+    fn file_config(pages: u64) -> MachineConfig {
+        FileMachine::new(Layout::flat(pages).unwrap()).config()
+    }
+
+    #[test]
+    fn case_11_a_kind_that_nobody_knows_is_refused_by_name() {
+        let config = MachineConfig {
+            kind: "toaster".to_owned(),
+            balloon: BalloonConfig {
+                dialect: "off".to_owned(),
+                features: 0,
+            },
+            ..file_config(16)
+        };
+        let reasons = receiving("").unwrap().prepare(&config).unwrap_err();
+        assert!(reasons[0].contains("toaster"), "{reasons:?}");
+    }
+
+    #[test]
+    fn more_ram_than_the_host_has_is_refused_unless_the_operator_says_so() {
+        let config = file_config(1 << 30);
+        let reasons = receiving("").unwrap().prepare(&config).unwrap_err();
+        assert!(
+            reasons[0].contains("--max-memory") && reasons[0].contains("4.0 TiB"),
+            "{reasons:?}"
+        );
+        assert!(receiving("--max-memory 4T").unwrap().prepare(&config).is_ok());
+    }
+
+    #[test]
+    fn memory_that_was_populated_ahead_is_used_if_it_fits() {
+        let mut receiving = receiving("--prealloc --max-memory 4M").unwrap();
+        assert!(receiving.is_populated());
+        let guest = receiving.prepare(&file_config(1024)).unwrap();
+        assert_eq!(guest.ram.present().unwrap().count(), 1024, "all populated");
+        let guest = receiving.prepare(&file_config(512)).unwrap();
+        assert_eq!(guest.ram.layout().total_pages(), 512);
+        assert_eq!(guest.ram.present().unwrap().count(), 0);
+        assert!(!receiving.is_populated());
+    }
+
+    #[test]
+    fn a_ram_file_of_ours_goes_when_no_guest_came() {
+        let folder = tempfile::tempdir().unwrap();
+        let (ours, theirs) = (folder.path().join("ours"), folder.path().join("theirs"));
+        std::fs::write(&theirs, [1; 4096]).unwrap();
+        for path in [&ours, &theirs] {
+            let mut receiving = receiving(&format!("--ram {}", path.display())).unwrap();
+            let file = receiving.ram_file();
+            let guest = receiving.prepare(&file_config(16)).unwrap();
+            // The same file again: the guest before has let go of it.
+            drop(guest);
+            drop(receiving.prepare(&file_config(16)).unwrap());
+            assert_eq!(std::fs::metadata(path).unwrap().len(), 16 * 4096);
+            file.remove_if_ours();
+        }
+        assert!(!ours.exists() && theirs.exists());
+    }
+
+    #[test]
+    fn too_much_to_populate_is_refused() {
+        let error = receiving("--prealloc --max-memory 4T").unwrap_err();
+        assert_eq!(error.exit_code(), 3);
+        assert!(error.to_string().contains("--prealloc"), "{error}");
+    }
+}

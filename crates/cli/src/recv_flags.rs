@@ -1,0 +1,146 @@
+//! The flags of a receiver, and what they mean together.
+
+use crate::Error;
+use crate::units::{Size, parse_duration};
+use clap::{Args, ValueEnum};
+use pages::PAGE_BYTES;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+/// What to do with the guest once it is here.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum After {
+    /// Let it run
+    #[default]
+    Run,
+    /// Keep it paused until a signal comes
+    Pause,
+    /// Leave the RAM file and exit
+    Exit,
+}
+
+/// Where to corrupt a page: a hook for tests of the checks themselves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Corrupt {
+    /// After the pages came, before RAM is digested.
+    BeforeVerify,
+    /// After RAM was digested and compared.
+    AfterVerify,
+}
+
+impl FromStr for Corrupt {
+    type Err = String;
+
+    fn from_str(value: &str) -> Result<Self, String> {
+        match value {
+            "before-verify" => Ok(Corrupt::BeforeVerify),
+            "after-verify" => Ok(Corrupt::AfterVerify),
+            _ => Err(format!("'{value}': give before-verify or after-verify")),
+        }
+    }
+}
+
+/// The flags of a receiver.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Receiving")]
+pub struct RecvFlags {
+    /// Where to listen: tcp:HOST:PORT (port 0: any; it is printed), unix:PATH or vsock:CID:PORT
+    #[arg(long, value_name = "ADDR")]
+    pub listen: String,
+    /// Rebuild RAM in this file in place of anonymous memory
+    #[arg(long, value_name = "FILE")]
+    pub ram: Option<PathBuf>,
+    /// Populate --max-memory bytes of guest memory before a source comes
+    #[arg(long)]
+    pub prealloc: bool,
+    /// The most RAM that a guest may have [default: the memory that the host has available]
+    #[arg(long, value_name = "SIZE")]
+    pub max_memory: Option<Size>,
+    /// What to do with the guest once it is here
+    #[arg(long, value_enum, default_value_t, value_name = "WHAT")]
+    pub after: After,
+    /// How long the built-in guest runs on before it powers off; 0: until SIGINT or SIGTERM
+    #[arg(long, value_parser = parse_duration, default_value = "1s", value_name = "TIME")]
+    pub run_for: Duration,
+    /// Where the running guest can be sent on from
+    #[arg(long, value_name = "SOCKET")]
+    pub control: Option<PathBuf>,
+    /// Silence after which the source is dead
+    #[arg(long, value_parser = parse_duration, default_value = "10s", value_name = "TIME")]
+    pub peer_timeout: Duration,
+    /// For tests of the checks: flip a byte of a page that came
+    #[arg(long, hide = true, value_name = "WHEN")]
+    pub corrupt_page: Option<Corrupt>,
+}
+
+impl RecvFlags {
+    /// Whether the flags make sense together.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] names the flags that do not.
+    pub fn check(&self) -> Result<(), Error> {
+        if self.control.is_some() {
+            return Err(crate::control_is_not_there_yet());
+        }
+        if self.peer_timeout.is_zero() {
+            return Err(Error::Usage("--peer-timeout 0: give some time, as 10s".to_owned()));
+        }
+        if self.after == After::Exit && self.ram.is_none() {
+            tracing::warn!("--after exit without --ram FILE: nothing will be left of the guest");
+        }
+        match (self.prealloc, self.max_memory) {
+            (true, None) => Err(Error::Usage(
+                "--prealloc populates as much memory as --max-memory says: give both".to_owned(),
+            )),
+            (_, Some(Size(bytes))) if bytes == 0 || !bytes.is_multiple_of(PAGE_BYTES) => Err(Error::Usage(format!(
+                "--max-memory: {bytes} bytes are not a whole number of 4 KiB pages above 0"
+            ))),
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        recv: RecvFlags,
+    }
+
+    fn check(line: &str) -> Result<RecvFlags, String> {
+        let words = ["test", "--listen", "tcp:127.0.0.1:0"]
+            .into_iter()
+            .chain(line.split_whitespace());
+        let flags = Line::try_parse_from(words).map_err(|e| e.to_string())?.recv;
+        flags.check().map_err(|e| e.to_string())?;
+        Ok(flags)
+    }
+
+    #[test]
+    fn defaults_are_the_contract() {
+        let flags = check("").unwrap();
+        assert_eq!((flags.after, flags.run_for), (After::Run, Duration::from_secs(1)));
+        assert_eq!((flags.max_memory, flags.corrupt_page), (None, None));
+    }
+
+    #[test]
+    fn nonsense_is_refused_by_name() {
+        for (line, word) in [
+            ("--prealloc", "--max-memory"),
+            ("--max-memory 1", "1 bytes"),
+            ("--control /run/guest", "--control"),
+            ("--peer-timeout 0", "--peer-timeout"),
+            ("--after stop", "stop"),
+        ] {
+            let error = check(line).unwrap_err();
+            assert!(error.contains(word), "{line}: {error}");
+        }
+        assert!(check("--prealloc --max-memory 1G").is_ok());
+        assert!(check("--after exit --ram /tmp/ram").is_ok());
+    }
+}

@@ -1,0 +1,376 @@
+//! The report's way out: JSON to a file or to stdout, and a summary for a person.
+//!
+//! A report file is whole or absent: it is written beside its place and renamed. Where the report goes to stdout, stdout
+//! carries nothing else but (at the receiver) the first line with the address, so that programs can read it; sentences
+//! for a person then go to stderr.
+
+use crate::logging::OutputFlags;
+use crate::{Error, human_bytes};
+use engine::{BalloonReport, Ending, PagesReport, Report, Role};
+use serde::Serialize;
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+/// What the guest said of itself after it had arrived.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct GuestReport {
+    /// `passed` or `failed`; null where the guest has no check of its own, or did not run it.
+    pub self_check: Option<&'static str>,
+    /// Pages that it checked.
+    pub pages_checked: u64,
+    /// Its own clock: how often its workload has run.
+    pub ticks: u64,
+}
+
+#[derive(Serialize)]
+struct WholeReport<'a> {
+    #[serde(flatten)]
+    report: &'a Report,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    guest: Option<GuestReport>,
+}
+
+/// Where reports and sentences go.
+#[derive(Clone, Debug)]
+pub struct ReportOut {
+    file: Option<PathBuf>,
+    quiet: bool,
+}
+
+impl ReportOut {
+    /// As the flags say.
+    pub fn new(flags: &OutputFlags) -> Self {
+        let file = flags.report.as_deref().filter(|&name| name != "-").map(PathBuf::from);
+        ReportOut {
+            file,
+            quiet: flags.log.quiet,
+        }
+    }
+
+    /// Checks that the report's folder is there, so that a migration does not run and then lose its report.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] names the folder.
+    pub fn check(&self) -> Result<(), Error> {
+        match self.file.as_deref().map(folder_of) {
+            Some(folder) if !folder.is_dir() => Err(Error::Usage(format!(
+                "--report: there is no folder {} to write the report to",
+                folder.display()
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Writes the report to its file, if it has one. May be called again when more is known.
+    ///
+    /// # Errors
+    /// [`Error::Failed`] names the file and the reason.
+    pub fn write_file(&self, report: &Report, guest: Option<GuestReport>) -> Result<(), Error> {
+        match &self.file {
+            Some(file) => write_atomically(file, json(report, guest)?.as_bytes()),
+            None => Ok(()),
+        }
+    }
+
+    /// The last word: the report to stdout where it has no file, else (unless quiet) a summary for a person.
+    ///
+    /// # Errors
+    /// [`Error::Failed`] where stdout takes nothing any more.
+    pub fn conclude(&self, report: &Report, guest: Option<GuestReport>) -> Result<(), Error> {
+        if self.file.is_none() {
+            print_stdout(&json(report, guest)?)
+        } else if self.quiet {
+            Ok(())
+        } else {
+            print_stdout(&summary(report))
+        }
+    }
+
+    /// A sentence for a person; nothing where the command is to be quiet.
+    ///
+    /// # Errors
+    /// [`Error::Failed`] where stdout takes nothing any more.
+    pub fn say(&self, sentence: &str) -> Result<(), Error> {
+        if self.quiet {
+            return Ok(());
+        }
+        if self.file.is_none() {
+            eprintln!("{sentence}");
+            return Ok(());
+        }
+        print_stdout(&format!("{sentence}\n"))
+    }
+}
+
+/// Reports a command that failed before the library had a migration to report on; returns the error, for its caller to
+/// return. A usage error has no report.
+pub fn report_early(out: &ReportOut, role: Role, error: Error) -> Error {
+    let Some(ending) = error.ending() else { return error };
+    let report = early_report(role, ending, &error);
+    for failed in [out.write_file(&report, None), out.conclude(&report, None)]
+        .into_iter()
+        .filter_map(Result::err)
+    {
+        tracing::error!("the report is lost: {failed}");
+    }
+    error
+}
+
+fn early_report(role: Role, ending: Ending, error: &Error) -> Report {
+    Report {
+        version: 1,
+        role,
+        result: ending,
+        error: Some(error.to_string()),
+        total_ms: 0.0,
+        setup_ms: 0.0,
+        hint_ms: 0.0,
+        precopy_ms: 0.0,
+        downtime_ms: 0.0,
+        verify_ms: 0.0,
+        guest_stall_ms: 0.0,
+        ram_bytes: 0,
+        wire_bytes: 0,
+        payload_bytes: 0,
+        throughput_bytes_per_s: 0.0,
+        streams: 0,
+        pages: PagesReport::default(),
+        balloon: BalloonReport {
+            dialect: "off".to_owned(),
+            why: "the migration did not come so far".to_owned(),
+            ..BalloonReport::default()
+        },
+        rounds: Vec::new(),
+        verified: None,
+        peak_rss_bytes: 0,
+    }
+}
+
+fn json(report: &Report, guest: Option<GuestReport>) -> Result<String, Error> {
+    let mut text = serde_json::to_string_pretty(&WholeReport { report, guest })
+        .map_err(|error| Error::Failed(format!("writing the report as JSON: {error}")))?;
+    text.push('\n');
+    Ok(text)
+}
+
+/// Prints a line to stdout and flushes, quiet or not: for what programs wait for.
+///
+/// # Errors
+/// [`Error::Failed`] where stdout takes nothing any more.
+pub fn print_line(line: &str) -> Result<(), Error> {
+    print_stdout(&format!("{line}\n"))
+}
+
+/// Prints to stdout and flushes; a reader that went away is an error, not a panic.
+fn print_stdout(text: &str) -> Result<(), Error> {
+    let mut out = std::io::stdout().lock();
+    let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    written.map_err(|error| Error::Failed(format!("writing to stdout: {error}")))
+}
+
+fn folder_of(file: &Path) -> &Path {
+    match file.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    }
+}
+
+fn write_atomically(file: &Path, bytes: &[u8]) -> Result<(), Error> {
+    let failed = |error: std::io::Error| Error::Failed(format!("writing the report to {}: {error}", file.display()));
+    let name = file
+        .file_name()
+        .ok_or_else(|| failed(std::io::ErrorKind::InvalidInput.into()))?;
+    let mut beside = std::ffi::OsString::from(".");
+    beside.push(name);
+    beside.push(format!(".{}", std::process::id()));
+    let beside = folder_of(file).join(beside);
+    let written = std::fs::write(&beside, bytes).and_then(|()| std::fs::rename(&beside, file));
+    if written.is_err() {
+        // The half-written file helps nobody; that it cannot be removed either adds nothing to the error.
+        std::fs::remove_file(&beside).ok();
+    }
+    written.map_err(failed)
+}
+
+/// The report for a person.
+fn summary(report: &Report) -> String {
+    let mut text = String::new();
+    let mut line = |name: &str, value: String| {
+        // Writing to a string does not fail.
+        let _ = writeln!(text, "{name:<11} {value}");
+    };
+    line("result", report.result.to_string());
+    if report.result == Ending::Completed {
+        let verify = if report.verify_ms > 0.0 {
+            format!(", verify {:.1} ms", report.verify_ms)
+        } else {
+            String::new()
+        };
+        line(
+            "time",
+            format!(
+                "total {:.1} ms, downtime {:.1} ms{verify}",
+                report.total_ms, report.downtime_ms
+            ),
+        );
+    }
+    line(
+        "traffic",
+        format!(
+            "{} of {} RAM, {} stream{}, {} round{}",
+            human_bytes(report.wire_bytes),
+            human_bytes(report.ram_bytes),
+            report.streams,
+            plural(report.streams.into()),
+            report.rounds.len(),
+            plural(report.rounds.len())
+        ),
+    );
+    let p = &report.pages;
+    line(
+        "pages",
+        format!(
+            "{} = {} sent + {} zero + {} hole + {} hinted + {} ballooned + {} filled; {} resent",
+            p.total, p.sent, p.zero, p.hole, p.hinted, p.ballooned, p.filled, p.resent
+        ),
+    );
+    let asked = if report.balloon.asked { "asked" } else { "not asked" };
+    line(
+        "balloon",
+        format!("{}, {asked}: {}", report.balloon.dialect, report.balloon.why),
+    );
+    if let Some(verified) = report.verified {
+        line("verified", if verified { "yes".to_owned() } else { "NO".to_owned() });
+    }
+    text
+}
+
+fn plural(count: usize) -> &'static str {
+    if count == 1 { "" } else { "s" }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report() -> Report {
+        early_report(Role::Source, Ending::Failed, &Error::Failed("no luck".to_owned()))
+    }
+
+    fn out(file: Option<PathBuf>) -> ReportOut {
+        ReportOut { file, quiet: true }
+    }
+
+    #[test]
+    fn the_keys_are_the_contract() {
+        let value: serde_json::Value = serde_json::from_str(&json(&report(), None).unwrap()).unwrap();
+        let keys: Vec<&str> = value.as_object().unwrap().keys().map(String::as_str).collect();
+        for key in [
+            "version",
+            "role",
+            "result",
+            "error",
+            "total_ms",
+            "setup_ms",
+            "hint_ms",
+            "precopy_ms",
+            "downtime_ms",
+            "guest_stall_ms",
+            "ram_bytes",
+            "wire_bytes",
+            "payload_bytes",
+            "throughput_bytes_per_s",
+            "streams",
+            "pages",
+            "balloon",
+            "rounds",
+            "verified",
+            "verify_ms",
+            "peak_rss_bytes",
+        ] {
+            assert!(keys.contains(&key), "{key} is missing from {keys:?}");
+        }
+        assert_eq!(value["role"], "source");
+        assert_eq!(value["result"], "failed");
+        assert_eq!(value["error"], "no luck");
+        assert!(value.get("guest").is_none());
+        for key in [
+            "total",
+            "sent",
+            "resent",
+            "zero",
+            "hole",
+            "hinted",
+            "ballooned",
+            "filled",
+            "hinted_then_sent",
+        ] {
+            assert!(value["pages"][key].is_u64(), "{key}");
+        }
+    }
+
+    #[test]
+    fn the_guests_word_is_added() {
+        let guest = GuestReport {
+            self_check: Some("passed"),
+            pages_checked: 5,
+            ticks: 7,
+        };
+        let value: serde_json::Value = serde_json::from_str(&json(&report(), Some(guest)).unwrap()).unwrap();
+        assert_eq!(
+            value["guest"],
+            serde_json::json!({"self_check": "passed", "pages_checked": 5, "ticks": 7})
+        );
+        let none = json(&report(), Some(GuestReport::default())).unwrap();
+        let value: serde_json::Value = serde_json::from_str(&none).unwrap();
+        assert!(value["guest"]["self_check"].is_null());
+    }
+
+    #[test]
+    fn a_file_is_replaced_as_a_whole() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("report.json");
+        out(Some(file.clone())).write_file(&report(), None).unwrap();
+        out(Some(file.clone()))
+            .write_file(&report(), Some(GuestReport::default()))
+            .unwrap();
+        let value: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+        assert_eq!(value["guest"]["ticks"], 0);
+        assert_eq!(
+            std::fs::read_dir(folder.path()).unwrap().count(),
+            1,
+            "nothing is left beside it"
+        );
+    }
+
+    #[test]
+    fn a_folder_that_is_not_there_is_named_before_and_after() {
+        let folder = tempfile::tempdir().unwrap();
+        let lost = out(Some(folder.path().join("no/report.json")));
+        assert!(lost.check().unwrap_err().to_string().contains("/no"));
+        assert!(
+            lost.write_file(&report(), None)
+                .unwrap_err()
+                .to_string()
+                .contains("no/report.json")
+        );
+        out(Some(PathBuf::from("report.json"))).check().unwrap();
+        // A folder in the report's place: the rename fails, and nothing stays behind.
+        let taken = folder.path().join("taken");
+        std::fs::create_dir(&taken).unwrap();
+        assert!(out(Some(taken)).write_file(&report(), None).is_err());
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn the_summary_names_what_matters() {
+        let mut report = report();
+        report.result = Ending::Completed;
+        report.verified = Some(true);
+        let text = summary(&report);
+        for word in ["completed", "downtime", "hinted", "verified", "balloon"] {
+            assert!(text.contains(word), "{word}: {text}");
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! The tokio runtime of a command, and the two signals by which an operator stops it.
+
+use crate::Error;
+use std::future::Future;
+use std::task::{Context, Waker};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+/// Runs a command's asynchronous part to its end. Work that still blocks then is not waited for: the process is about to
+/// exit.
+///
+/// # Errors
+/// What the part returns, and [`Error::Failed`] where there can be no runtime.
+pub fn block_on<T>(part: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .map_err(|error| Error::Failed(format!("starting the threads of the control loop: {error}")))?;
+    let result = runtime.block_on(part);
+    runtime.shutdown_background();
+    result
+}
+
+/// SIGINT and SIGTERM, caught from the moment this is made.
+#[derive(Debug)]
+pub struct Signals {
+    interrupt: Signal,
+    terminate: Signal,
+}
+
+impl Signals {
+    /// Catches both signals. Needs a tokio runtime.
+    ///
+    /// # Errors
+    /// [`Error::Failed`] where the kernel refuses.
+    pub fn catch() -> Result<Self, Error> {
+        let failed = |error| Error::Failed(format!("catching SIGINT and SIGTERM: {error}"));
+        Ok(Signals {
+            interrupt: signal(SignalKind::interrupt()).map_err(failed)?,
+            terminate: signal(SignalKind::terminate()).map_err(failed)?,
+        })
+    }
+
+    /// Waits for one of them; gives its name.
+    pub async fn wait(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.interrupt.recv() => "SIGINT",
+            _ = self.terminate.recv() => "SIGTERM",
+        }
+    }
+
+    /// Whether one of them has come, without waiting for it.
+    pub fn pending(&mut self) -> bool {
+        let mut context = Context::from_waker(Waker::noop());
+        self.interrupt.poll_recv(&mut context).is_ready() || self.terminate.poll_recv(&mut context).is_ready()
+    }
+
+    /// Does blocking work on a thread of its own, unless a signal comes first.
+    ///
+    /// # Errors
+    /// What the work returns; [`Error::Cancelled`] on a signal, and the work goes on unwatched.
+    pub async fn or<T: Send + 'static>(
+        &mut self,
+        work: impl FnOnce() -> Result<T, Error> + Send + 'static,
+    ) -> Result<T, Error> {
+        let work = tokio::task::spawn_blocking(work);
+        tokio::select! {
+            done = work => done.unwrap_or_else(|died| Err(Error::Failed(format!("a thread died: {died}")))),
+            _ = self.wait() => Err(Error::Cancelled),
+        }
+    }
+
+    /// Waits for a migration's end, and asks for it when a signal comes.
+    pub async fn watch<T>(&mut self, end: impl Future<Output = T>, cancel: impl Fn()) -> T {
+        tokio::pin!(end);
+        loop {
+            tokio::select! {
+                ended = &mut end => return ended,
+                signal = self.wait() => {
+                    tracing::warn!("{signal}: cancelling");
+                    cancel();
+                }
+            }
+        }
+    }
+}
