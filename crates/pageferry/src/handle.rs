@@ -116,7 +116,7 @@ pub(crate) struct Watch {
 
 impl Watch {
     fn progress(&self) -> Progress {
-        self.progress.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        *self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn publish(&self, progress: Progress) {

@@ -1,41 +1,46 @@
-//! A stream socket on the tokio runtime, of whatever family: tokio itself has no vsock.
+//! A stream socket on the tokio runtime, of whatever family.
+//!
+//! tokio has no vsock, and its registration of plain descriptors is not safe to call. So every socket is registered as
+//! a `TcpStream`: that is a descriptor with an entry in tokio's poll set, and reading, writing and waiting know no
+//! family. Nothing that has one (addresses) is asked of it.
 
-use socket2::Socket;
-use std::io::{self, Read, Write};
+use socket2::{SockRef, Socket};
+use std::io;
 use std::net::Shutdown;
 use tokio::io::Interest;
-use tokio::io::unix::AsyncFd;
+use tokio::net::TcpStream;
 
 /// A socket that does not block. Reading and writing may go on at the same time, from one task each.
 #[derive(Debug)]
-pub(crate) struct AsyncSocket(AsyncFd<Socket>);
+pub(crate) struct AsyncSocket(TcpStream);
 
 impl AsyncSocket {
     /// Takes `socket` to the current runtime.
     pub(crate) fn new(socket: Socket) -> io::Result<Self> {
         socket.set_nonblocking(true)?;
-        Ok(AsyncSocket(AsyncFd::register(socket)?))
+        Ok(AsyncSocket(TcpStream::from_std(socket.into())?))
     }
 
     /// Gives the socket back, blocking again.
     pub(crate) fn into_blocking(self) -> io::Result<Socket> {
-        let socket = self.0.into_inner();
+        let socket = Socket::from(self.0.into_std()?);
         socket.set_nonblocking(false)?;
         Ok(socket)
     }
 
     /// The next connection of a listening socket.
     pub(super) async fn accept(&self) -> io::Result<Socket> {
-        let (socket, _) = self.0.async_io(Interest::READABLE, |s| s.accept()).await?;
+        let accept = || SockRef::from(&self.0).accept();
+        let (socket, _) = self.0.async_io(Interest::READABLE, accept).await?;
         Ok(socket)
     }
 
     /// Reads what there is; 0 is the end.
     pub(crate) async fn read(&self, into: &mut [u8]) -> io::Result<usize> {
         loop {
-            let read = |mut s: &Socket| s.read(into);
-            match self.0.async_io(Interest::READABLE, read).await {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            self.0.readable().await?;
+            match self.0.try_read(into) {
+                Err(error) if retried(&error) => {}
                 other => return other,
             }
         }
@@ -56,11 +61,11 @@ impl AsyncSocket {
     /// Writes all of `bytes`.
     pub(crate) async fn write_all(&self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
-            let write = |mut s: &Socket| s.write(bytes);
-            match self.0.async_io(Interest::WRITABLE, write).await {
+            self.0.writable().await?;
+            match self.0.try_write(bytes) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(n) => bytes = &bytes[n..],
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if retried(&error) => {}
                 Err(error) => return Err(error),
             }
         }
@@ -69,8 +74,12 @@ impl AsyncSocket {
 
     /// Tells the peer that nothing more comes.
     pub(crate) fn end_of_writing(&self) {
-        if let Err(error) = self.0.get_ref().shutdown(Shutdown::Write) {
+        if let Err(error) = SockRef::from(&self.0).shutdown(Shutdown::Write) {
             tracing::trace!(%error, "the control connection was closed already");
         }
     }
+}
+
+fn retried(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock)
 }

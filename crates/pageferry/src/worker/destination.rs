@@ -126,7 +126,7 @@ impl Destination {
                 for range in ranges {
                     at(step, guest.ram.zero(range))?;
                 }
-                return Ok(None);
+                DestinationEvent::Zeroed
             }
             DestinationAction::Digest { excluded, chunk_pages } => {
                 let sums = digest::digest(&*self.guest(step)?.ram, &excluded, chunk_pages);
@@ -190,7 +190,7 @@ fn step_of(action: &DestinationAction) -> Step {
     match action {
         DestinationAction::Transmit(_) | DestinationAction::Finished(_) | DestinationAction::Discard => Step::Control,
         DestinationAction::Prepare(_) => Step::Prepare,
-        DestinationAction::Zero(_) => Step::Receive,
+        DestinationAction::Zero(_) => Step::Zero,
         DestinationAction::Digest { .. } => Step::Digest,
         DestinationAction::Restore(_) => Step::Restore,
         DestinationAction::Resume => Step::Resume,
