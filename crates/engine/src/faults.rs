@@ -23,8 +23,6 @@ pub enum Fault {
     ResumeBeforeCommit,
     /// Tracking stays on after a failure.
     ForgetStopTracking,
-    /// The receiver's word for the last round is taken before the sections are checked for completeness.
-    AcceptLostPages,
 }
 
 /// What is planted.

@@ -4,7 +4,6 @@ use super::{Destination, State};
 use crate::bandwidth;
 use crate::error::Error;
 use crate::fates::Fates;
-use crate::faults::Fault;
 use crate::{DestinationAction, Phase, Progress, ReceivedRun, RoundReport, Time};
 use pages::{Layout, PageRange, PageSet};
 use std::sync::Arc;
@@ -253,7 +252,6 @@ impl Destination {
     /// The barrier: says that the round is here, when all of it is.
     fn close_round_if_complete(&mut self) {
         let now = self.now;
-        let lost_is_fine = self.planted.has(Fault::AcceptLostPages);
         let Some(rounds) = self
             .rounds
             .as_mut()
@@ -263,7 +261,7 @@ impl Destination {
         };
         let round = rounds.number;
         let lost = rounds.layout.total_pages() - rounds.fates.known().count();
-        if round == 0 && lost > 0 && !lost_is_fine {
+        if round == 0 && lost > 0 {
             return self.invalid(format!("neither content nor a reason to skip for {lost} pages of RAM"));
         }
         let Some(last) = rounds.close(now) else {

@@ -63,12 +63,6 @@ impl Source {
         }
     }
 
-    /// The last harvest is here: sends the last pages, and saves the machine meanwhile.
-    pub(super) fn begin_last_round(&mut self) {
-        self.begin_next_round(true);
-        self.push(SourceAction::Save);
-    }
-
     pub(super) fn saved(&mut self, state: MachineState) {
         self.switchover.state = Some(state);
         if self.state == State::Completing {

@@ -5,7 +5,7 @@
 //! session ends when the guest has said all, when it takes too long, when it costs more than it saves, and in any case
 //! before the next harvest and before the pause.
 
-use super::Source;
+use super::{Source, State};
 use crate::ask::CostWatch;
 use crate::faults::Fault;
 use crate::timers::Timer;
@@ -97,7 +97,8 @@ impl Source {
 
     /// The guest answered.
     pub(super) fn answered(&mut self, session: u32, answer: &Answer) {
-        if self.planted.has(Fault::AcceptLateHint) && self.hints.open.is_none() {
+        let round_0 = self.state == State::Sending && self.rounds.number() == 0;
+        if self.planted.has(Fault::AcceptLateHint) && !round_0 {
             if let Answer::Free(ranges) = answer {
                 self.rounds.leave_out(ranges);
             }

@@ -296,12 +296,10 @@ impl Source {
         self.state = State::Sending;
     }
 
-    /// Begins another round with what was harvested.
+    /// Begins another round with what was harvested. Rounds are counted in 32 bits; a guest that never rests would take
+    /// years to use them up, and then its numbers stay at the last, which the receiver refuses.
     pub(super) fn begin_next_round(&mut self, last: bool) {
-        let Some(number) = self.rounds.number.checked_add(1) else {
-            return self.fail(Error::Internal("the round's number exceeds 32 bits".to_owned()));
-        };
-        self.rounds.number = number;
+        self.rounds.number = self.rounds.number.saturating_add(1);
         self.rounds.last = last;
         let pending = std::mem::replace(&mut self.rounds.unsent, PageSet::empty(&self.layout));
         self.begin_round(pending);
@@ -366,8 +364,10 @@ impl Source {
     /// All of the round has been sent: tells the receiver so, and in round 0 what was left out.
     fn end_round(&mut self) {
         let round = self.rounds.number;
-        if round == 0 {
-            self.tell_skipped();
+        if round == 0
+            && let Err(error) = self.tell_skipped()
+        {
+            return self.fail(error);
         }
         for stream in 0..self.config.streams {
             self.push(SourceAction::EndRound { stream, round });
@@ -385,7 +385,7 @@ impl Source {
 
     /// Tells what is left out. A page that was skipped for several reasons counts as hinted before ballooned, as
     /// ballooned before never touched.
-    fn tell_skipped(&mut self) {
+    fn tell_skipped(&mut self) -> Result<(), Error> {
         let mut rest = PageSet::full(&self.layout);
         rest.subtract(&self.fates.known());
         self.skip(&mut rest, Some(self.hints.named.clone()), SkipReason::Hinted);
@@ -397,11 +397,9 @@ impl Source {
             holes
         });
         self.skip(&mut rest, holes, SkipReason::Hole);
-        if !rest.is_empty() {
-            self.fail(Error::Internal(format!(
-                "{} pages were neither sent nor skipped",
-                rest.count()
-            )));
+        match rest.count() {
+            0 => Ok(()),
+            lost => Err(Error::Internal(format!("{lost} pages were neither sent nor skipped"))),
         }
     }
 
@@ -472,9 +470,11 @@ impl Source {
             }
         }
         if self.switchover.harvest_is_last {
-            self.begin_last_round()
+            // The machine is saved while the last pages are under way.
+            self.begin_next_round(true);
+            self.push(SourceAction::Save);
         } else {
-            self.decide()
+            self.decide();
         }
     }
 }

@@ -1,0 +1,190 @@
+//! The laws: what must hold at every step, and at the end.
+
+use super::{GARBAGE, Guest, POISON, Pair};
+use engine::{Chunk, Content, Ending, SourceAction, Step};
+use pages::{Layout, PageSet};
+use std::sync::Arc;
+use wire::Message;
+
+/// What the laws remember.
+#[derive(Debug)]
+pub(super) struct Laws {
+    /// The round that chunks are of, and the pages that were handed out in it.
+    round: u32,
+    handed: PageSet,
+    received: Option<u32>,
+}
+
+impl Laws {
+    pub(super) fn new(layout: &Arc<Layout>) -> Self {
+        Laws {
+            round: 0,
+            handed: PageSet::empty(layout),
+            received: None,
+        }
+    }
+
+    pub(super) fn source_hears(&mut self, message: &Message) {
+        if let Message::RoundReceived { round } = message {
+            self.received = Some(*round);
+        }
+    }
+
+    /// A page once in a round; a round only after the destination has the one before.
+    pub(super) fn chunk(&mut self, chunk: &Chunk) -> Option<String> {
+        if chunk.round != self.round {
+            if chunk.round != self.round + 1 || self.received != Some(self.round) {
+                return Some(format!(
+                    "a chunk of round {} while {:?} was received",
+                    chunk.round, self.received
+                ));
+            }
+            self.round = chunk.round;
+            self.handed.clear();
+        }
+        let (Content::Pages(ranges) | Content::Fill { ranges, .. }) = &chunk.content;
+        for range in ranges {
+            if self.handed.insert_range(*range) != range.count() {
+                return Some(format!("pages of {range} twice in round {}", chunk.round));
+            }
+        }
+        None
+    }
+
+    /// The safe order of free-page skipping.
+    pub(super) fn source_action(&self, action: &SourceAction, guest: &Guest) -> Option<String> {
+        match action {
+            SourceAction::Scan if !guest.tracking => Some("a scan before tracking was on".to_owned()),
+            SourceAction::BeginHints { .. } if !guest.tracking => Some("the guest asked before tracking".to_owned()),
+            SourceAction::BeginHints { session } if *session == 0 || guest.sessions.contains(session) => {
+                Some(format!("session {session} used twice, or 0"))
+            }
+            SourceAction::Harvest | SourceAction::Pause | SourceAction::Save if guest.session.is_some() => {
+                Some(format!("{action:?} while a session is open"))
+            }
+            _ => None,
+        }
+    }
+}
+
+impl Pair {
+    pub(super) fn check_step(&mut self) {
+        if self.guest.running && self.copy.running {
+            self.breach("both copies run".to_owned());
+        }
+    }
+
+    /// The destination's RAM is the source's, but for pages that the guest itself calls free; those are clean.
+    pub(super) fn check_ram(&mut self) {
+        for i in 0..self.copy.ram.len() {
+            let (here, there) = (self.guest.ram[i], self.copy.ram[i]);
+            if !self.guest.free[i] && here != there {
+                return self.breach(format!(
+                    "page {i} in use: version {here} at the source, {there} at the destination"
+                ));
+            }
+            if there == GARBAGE || (there == POISON && !self.setup.guest.poison) {
+                return self.breach(format!(
+                    "page {i}: the destination's old memory, or poison, shows through"
+                ));
+            }
+        }
+    }
+
+    /// Whether every law was kept; else which was broken, with the seed.
+    pub fn verdict(&self) -> Result<(), String> {
+        let broken = self.breaches.first().cloned().or_else(|| self.end_breach());
+        broken.map_or(Ok(()), |what| {
+            let ends = (self.ends(), self.source_error(), self.destination_error());
+            Err(format!(
+                "seed {}, step {}: {what}\n  mishaps: {:?}\n  ends: {ends:?}\n  done: {:?}",
+                self.setup.seed, self.steps, self.mishaps, self.done
+            ))
+        })
+    }
+
+    fn end_breach(&self) -> Option<String> {
+        let (Some(source), Some(destination)) = (&self.source_end, &self.destination_end) else {
+            return Some(format!("no end after {} steps", self.steps));
+        };
+        if source.report.balloon.why.is_empty() {
+            return Some("no reason why the guest was asked or not".to_owned());
+        }
+        let arrived = destination.ending == Ending::Completed;
+        match source.ending {
+            Ending::Completed if !arrived && !self.setup.source.dry_run => {
+                return Some("the source completed and the destination did not".to_owned());
+            }
+            Ending::Completed if !self.setup.source.dry_run => return self.completed_breach(),
+            Ending::Unknown if self.guest.running => return Some("resumed after Commit without an answer".to_owned()),
+            Ending::Completed | Ending::Unknown => return None,
+            _ => {}
+        }
+        if arrived || self.copy.running {
+            return Some("the guest runs at the destination although the source kept it".to_owned());
+        }
+        self.kept_breach()
+    }
+
+    /// After success: both sides tell the same.
+    fn completed_breach(&self) -> Option<String> {
+        let (source, destination) = (
+            &self.source_end.as_ref()?.report,
+            &self.destination_end.as_ref()?.report,
+        );
+        if !source.pages.adds_up() || source.pages != destination.pages {
+            return Some(format!(
+                "unlike accounts: {:?} and {:?}",
+                source.pages, destination.pages
+            ));
+        }
+        let verify = self.setup.source.verify.then_some(true);
+        if source.verified != verify || destination.verified != verify {
+            return Some("verified is not what was asked for".to_owned());
+        }
+        let runs = self.setup.guest.running && !self.setup.destination.stay_paused;
+        if self.copy.running != runs || self.guest.running {
+            return Some("the guest runs where it should not, or does not where it should".to_owned());
+        }
+        let tracking = self.guest.tracking && !self.failed_steps.contains(&Step::StopTracking);
+        (tracking || self.guest.session.is_some()).then(|| "tracking or a session is left on".to_owned())
+    }
+
+    /// After a failure before Commit: the guest is as it was.
+    fn kept_breach(&self) -> Option<String> {
+        let failed = |step| self.failed_steps.contains(&step);
+        if self.guest.running != self.setup.guest.running && !failed(Step::Resume) {
+            return Some("the guest is not as it was".to_owned());
+        }
+        if self.guest.tracking && !failed(Step::StopTracking) {
+            return Some("tracking is left on".to_owned());
+        }
+        if self.guest.session.is_some() && !failed(Step::EndHints) {
+            return Some("a session is left open".to_owned());
+        }
+        if self.guest.whole_at_stop == Some(false) && !failed(Step::GiveBack) {
+            return Some("harvested pages were not given back".to_owned());
+        }
+        let made = self.copy.made && !self.copy.discarded;
+        made.then(|| "the destination kept its copy".to_owned())
+    }
+}
+
+/// The step that an action on the guest is.
+pub(super) fn step_of(action: &SourceAction) -> Step {
+    match action {
+        SourceAction::StartTracking => Step::StartTracking,
+        SourceAction::Scan => Step::Scan,
+        SourceAction::BeginHints { .. } => Step::BeginHints,
+        SourceAction::Peek(_) => Step::Peek,
+        SourceAction::EndHints { .. } => Step::EndHints,
+        SourceAction::Harvest => Step::Harvest,
+        SourceAction::Pause => Step::Pause,
+        SourceAction::Save => Step::Save,
+        SourceAction::Digest { .. } => Step::Digest,
+        SourceAction::GiveBack(_) => Step::GiveBack,
+        SourceAction::StopTracking => Step::StopTracking,
+        SourceAction::Resume => Step::Resume,
+        _ => Step::Control,
+    }
+}

@@ -1,0 +1,129 @@
+//! What a run is made of, drawn from a seed or set by a test.
+
+use super::guest::Make;
+use super::rng::Rng;
+use engine::{Ask, DestinationConfig, Fault, OnTimeout, SkipSet, SourceConfig};
+use machine::{BalloonConfig, MachineConfig, MachineState};
+use pages::{Layout, PageRange, Pfn};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// All of a run.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    pub seed: u64,
+    pub guest: Make,
+    pub source: SourceConfig,
+    pub destination: DestinationConfig,
+    /// How eager the guest is to write, against everything else.
+    pub writes_weight: usize,
+    pub refusals: Vec<String>,
+    pub fault: Option<Fault>,
+}
+
+impl Setup {
+    /// A run with everything at its plainest: one region of `pages` pages, one stream, a guest that is asked.
+    pub fn plain(seed: u64, pages: u64) -> Self {
+        Setup {
+            seed,
+            guest: Make {
+                layout: Arc::new(Layout::flat(pages).unwrap()),
+                running: true,
+                allocates: false,
+                init_on_alloc: false,
+                poison: false,
+                finishes: true,
+                can_ask: true,
+                stats: true,
+                writes: 200,
+            },
+            source: SourceConfig {
+                ask: Ask::Always,
+                hint_timeout: Duration::from_millis(200),
+                peer_timeout: Duration::from_secs(2),
+                downtime_limit: Duration::from_millis(3),
+                verify: true,
+                ..SourceConfig::default()
+            },
+            destination: DestinationConfig {
+                peer_timeout: Duration::from_secs(2),
+                ..DestinationConfig::default()
+            },
+            writes_weight: 1,
+            refusals: Vec::new(),
+            fault: None,
+        }
+    }
+
+    /// Anything, drawn from the seed.
+    pub fn random(seed: u64) -> Self {
+        let mut rng = Rng::new(seed ^ 0xabcd);
+        let mut setup = Setup::plain(seed, 1);
+        let (mut regions, mut at) = (Vec::new(), 0);
+        for _ in 0..=rng.below(3) {
+            at += rng.below(70);
+            let most = if rng.one_in(12) { 2500 } else { 300 };
+            let region = PageRange::new(Pfn(at), 1 + rng.below(most)).unwrap();
+            at = region.end().0;
+            regions.push(region);
+        }
+        setup.guest.layout = Arc::new(Layout::new(regions).unwrap());
+        setup.guest.running = !rng.one_in(8);
+        setup.guest.allocates = rng.one_in(2);
+        setup.guest.init_on_alloc = rng.one_in(2);
+        setup.guest.poison = rng.one_in(3);
+        setup.guest.finishes = !rng.one_in(5);
+        setup.guest.can_ask = !rng.one_in(8);
+        setup.guest.stats = !rng.one_in(3);
+        setup.guest.writes = rng.below(400);
+        let mut skip = || !rng.one_in(5);
+        setup.source.skip = SkipSet {
+            free: skip(),
+            zero: skip(),
+            hole: skip(),
+        };
+        setup.source.ask = match rng.below(6) {
+            0 => Ask::Never,
+            1 => Ask::Auto,
+            _ if setup.source.skip.free => Ask::Always,
+            _ => Ask::Auto,
+        };
+        setup.source.streams = 1 + rng.below(4) as u16;
+        setup.source.verify = rng.one_in(2);
+        setup.source.downtime_limit = Duration::from_micros(rng.below(6000));
+        setup.source.hint_timeout = Duration::from_micros(if rng.one_in(2) {
+            rng.below(20_000)
+        } else {
+            rng.below(1500)
+        });
+        if rng.one_in(5) {
+            setup.source.timeout = Duration::from_micros(1 + rng.below(6000));
+            setup.source.on_timeout = if rng.one_in(3) {
+                OnTimeout::Cancel
+            } else {
+                OnTimeout::Stop
+            };
+        }
+        setup.destination.memory_is_zero = !rng.one_in(3);
+        setup.destination.stay_paused = rng.one_in(6);
+        setup.writes_weight = rng.below(3) as usize;
+        setup
+    }
+
+    pub fn machine(&self) -> MachineConfig {
+        MachineConfig {
+            kind: "model".to_owned(),
+            layout: (*self.guest.layout).clone(),
+            vcpus: 1,
+            balloon: BalloonConfig {
+                dialect: "standard".to_owned(),
+                features: 8,
+            },
+            extra: Default::default(),
+        }
+    }
+
+    pub fn state(&self) -> MachineState {
+        super::state()
+    }
+}

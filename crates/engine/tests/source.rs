@@ -1,0 +1,580 @@
+//! A source driven by hand: what it does at one event, where a run of both sides would hide it.
+#![allow(clippy::unwrap_used)]
+
+use engine::{
+    Ask, Chunk, Content, Ending, Outcome, Peeked, Scanned, Source, SourceAction, SourceConfig, SourceEvent, Step, Time,
+};
+use machine::{Answer, AnswerCounts, BalloonConfig, MachineConfig, MachineState};
+use pages::{Layout, PageRange, PageSet, Pfn};
+use std::sync::Arc;
+use std::time::Duration;
+use wire::{Accept, Message, NotRunning, Running};
+
+struct Hand {
+    source: Source,
+    layout: Arc<Layout>,
+    now: Time,
+    chunks: Vec<(u16, Chunk)>,
+    messages: Vec<Message>,
+    steps: Vec<Step>,
+    end: Option<Outcome>,
+    given_back: Option<PageSet>,
+}
+
+fn r(start: u64, count: u64) -> PageRange {
+    PageRange::new(Pfn(start), count).unwrap()
+}
+
+fn config() -> SourceConfig {
+    SourceConfig {
+        ask: Ask::Always,
+        peer_timeout: Duration::from_secs(10),
+        ..SourceConfig::default()
+    }
+}
+
+impl Hand {
+    fn new(config: SourceConfig, pages: u64) -> Self {
+        let layout = Arc::new(Layout::flat(pages).unwrap());
+        let machine = MachineConfig {
+            kind: "model".to_owned(),
+            layout: (*layout).clone(),
+            vcpus: 1,
+            balloon: BalloonConfig {
+                dialect: "standard".to_owned(),
+                features: 8,
+            },
+            extra: Default::default(),
+        };
+        let source = Source::new(config, machine, Arc::clone(&layout), true, Time::ZERO);
+        let mut hand = Hand {
+            source,
+            layout,
+            now: Time::ZERO,
+            chunks: Vec::new(),
+            messages: Vec::new(),
+            steps: Vec::new(),
+            end: None,
+            given_back: None,
+        };
+        hand.poll();
+        hand
+    }
+
+    /// Carries out nothing: notes what is wanted.
+    fn poll(&mut self) {
+        while let Some(action) = self.source.poll_action() {
+            let step = match action {
+                SourceAction::Transmit(message) => {
+                    self.messages.push(message);
+                    continue;
+                }
+                SourceAction::Send { stream, chunk } => {
+                    self.chunks.push((stream, chunk));
+                    continue;
+                }
+                SourceAction::EndRound { .. } => continue,
+                SourceAction::Finished(outcome) => {
+                    self.end = Some(*outcome);
+                    continue;
+                }
+                SourceAction::StartTracking => Step::StartTracking,
+                SourceAction::Scan => Step::Scan,
+                SourceAction::BeginHints { .. } => Step::BeginHints,
+                SourceAction::Peek(_) => Step::Peek,
+                SourceAction::EndHints { .. } => Step::EndHints,
+                SourceAction::Harvest => Step::Harvest,
+                SourceAction::Pause => Step::Pause,
+                SourceAction::Save => Step::Save,
+                SourceAction::Digest { .. } => Step::Digest,
+                SourceAction::GiveBack(pages) => {
+                    self.given_back = Some(pages);
+                    Step::GiveBack
+                }
+                SourceAction::StopTracking => Step::StopTracking,
+                SourceAction::Resume => Step::Resume,
+            };
+            self.steps.push(step);
+        }
+    }
+
+    fn on(&mut self, event: SourceEvent) -> &mut Self {
+        self.now += Duration::from_millis(1);
+        self.source.handle(event, self.now);
+        self.poll();
+        self
+    }
+
+    fn hears(&mut self, message: Message) -> &mut Self {
+        self.on(SourceEvent::Message(message))
+    }
+
+    fn steps(&mut self) -> Vec<Step> {
+        std::mem::take(&mut self.steps)
+    }
+
+    /// All chunks that were handed out are sent; which pages they had.
+    fn send_all(&mut self) -> PageSet {
+        let mut pages = PageSet::empty(&self.layout);
+        while !self.chunks.is_empty() {
+            let (stream, chunk) = self.chunks.remove(0);
+            if let Content::Pages(ranges) = &chunk.content {
+                pages.extend(ranges.iter().copied());
+            }
+            let (wire_bytes, payload_bytes) = (5 << 20, 4 << 20);
+            self.on(SourceEvent::Sent {
+                stream,
+                chunk: chunk.id,
+                zero: Vec::new(),
+                wire_bytes,
+                payload_bytes,
+            });
+        }
+        pages
+    }
+
+    fn set(&self, ranges: &[PageRange]) -> PageSet {
+        let mut set = PageSet::empty(&self.layout);
+        set.extend(ranges.iter().copied());
+        set
+    }
+
+    /// Up to round 0 with the guest being asked.
+    fn asking(config: SourceConfig, pages: u64, allocates: bool) -> Self {
+        let mut hand = Hand::new(config, pages);
+        hand.hears(Message::Accept(Accept { populated: false }));
+        assert_eq!(hand.steps(), [Step::StartTracking]);
+        hand.on(SourceEvent::TrackingStarted);
+        assert_eq!(hand.steps(), [Step::Scan], "tracking first");
+        let scanned = Scanned {
+            present: PageSet::full(&hand.layout),
+            ballooned: None,
+            stats: None,
+            dialect: "standard",
+            can_ask: Ok(()),
+            allocates,
+            poison: None,
+        };
+        hand.on(SourceEvent::Scanned(Box::new(scanned)));
+        assert_eq!(hand.steps(), [Step::BeginHints]);
+        hand.on(SourceEvent::HintsBegun);
+        hand
+    }
+
+    fn says(&mut self, answer: Answer) -> &mut Self {
+        self.on(SourceEvent::Answered { session: 1, answer })
+    }
+
+    /// Round 0 sent and received; the harvest is under way.
+    fn round_0_over(&mut self) -> PageSet {
+        self.says(Answer::Finished);
+        assert_eq!(self.steps(), [Step::EndHints]);
+        self.on(SourceEvent::HintsEnded(AnswerCounts::default()));
+        let sent = self.send_all();
+        self.hears(Message::RoundReceived { round: 0 });
+        assert_eq!(self.steps(), [Step::Harvest]);
+        sent
+    }
+
+    /// On to the last round, with these pages dirty, and all received and saved.
+    fn all_received(&mut self) {
+        self.on(SourceEvent::Harvested(self.set(&[r(3, 2)])));
+        assert_eq!(self.steps(), [Step::Pause, Step::Harvest]);
+        self.on(SourceEvent::Paused);
+        self.on(SourceEvent::Harvested(self.set(&[r(9, 1)])));
+        assert_eq!(self.steps(), [Step::Save]);
+        assert_eq!(self.send_all().count(), 3);
+        self.on(SourceEvent::Saved(MachineState::default()));
+        self.hears(Message::RoundReceived { round: 1 });
+    }
+
+    /// On to a guest that was handed over, without an answer.
+    fn committed() -> Self {
+        let mut hand = Hand::asking(config(), 64, false);
+        hand.round_0_over();
+        hand.all_received();
+        hand.hears(Message::Ready { verified: false });
+        assert!(matches!(hand.messages.last(), Some(Message::Commit(_))));
+        hand
+    }
+
+    /// Answers what undoing asks for.
+    fn undo(&mut self) -> Vec<Step> {
+        let mut all = Vec::new();
+        loop {
+            let steps = self.steps();
+            if steps.is_empty() {
+                return all;
+            }
+            for step in &steps {
+                self.on(match step {
+                    Step::EndHints => SourceEvent::HintsEnded(AnswerCounts::default()),
+                    Step::GiveBack => SourceEvent::GivenBack,
+                    Step::StopTracking => SourceEvent::TrackingStopped,
+                    Step::Resume => SourceEvent::Resumed,
+                    step => panic!("{step:?} while undoing"),
+                });
+            }
+            all.extend(steps);
+        }
+    }
+
+    fn ending(&self) -> Ending {
+        self.end.as_ref().unwrap().ending
+    }
+
+    fn error(&self) -> &str {
+        self.end.as_ref().unwrap().error.as_deref().unwrap()
+    }
+}
+
+#[test]
+fn case_25_a_hint_over_chunk_edges_stays_behind_and_its_neighbours_are_tracked() {
+    let mut hand = Hand::asking(config(), 5000, false);
+    // The hint lies over the edge of the chunks of 1024 pages and inside what is answered.
+    hand.says(Answer::Free(vec![r(1000, 100)]))
+        .says(Answer::Covered(r(0, 2500)));
+    let mut sent = hand.send_all();
+    assert_eq!(sent, hand.set(&[r(0, 1000), r(1100, 1400)]), "only what was answered");
+    sent.union_with(&hand.round_0_over());
+    assert_eq!(sent, hand.set(&[r(0, 1000), r(1100, 3900)]));
+    let Some(Message::Skip(skip)) = hand.messages.iter().find(|m| matches!(m, Message::Skip(_))) else {
+        panic!()
+    };
+    assert_eq!(skip.ranges, [r(1000, 100)]);
+    // A later round has the neighbours that were written and a hinted page that was written, nothing else of the hint.
+    let dirty = hand.set(&[r(999, 1), r(1050, 1), r(1100, 1)]);
+    hand.on(SourceEvent::Harvested(dirty.clone()));
+    assert_eq!(hand.steps(), [Step::Pause, Step::Harvest]);
+    hand.on(SourceEvent::Paused);
+    hand.on(SourceEvent::Harvested(hand.set(&[])));
+    assert_eq!(hand.send_all(), dirty);
+}
+
+#[test]
+fn case_26_a_page_reused_between_look_and_answer_is_sent() {
+    let mut hand = Hand::asking(config(), 64, false);
+    // The guest looked: page 5 was free. Then it used it: the dirty log has it. Then its answer came.
+    hand.says(Answer::Free(vec![r(4, 4)])).says(Answer::Covered(r(0, 64)));
+    assert_eq!(hand.send_all(), hand.set(&[r(0, 4), r(8, 56)]));
+    hand.round_0_over();
+    hand.on(SourceEvent::Harvested(hand.set(&[r(5, 1)])));
+    hand.on(SourceEvent::Paused);
+    // A late answer has no say over what was harvested.
+    hand.says(Answer::Free(vec![r(0, 64)]));
+    hand.on(SourceEvent::Harvested(hand.set(&[])));
+    assert_eq!(hand.send_all(), hand.set(&[r(5, 1)]));
+    hand.on(SourceEvent::Cancel);
+    hand.on(SourceEvent::Saved(MachineState::default()));
+    let steps = hand.steps();
+    assert!(
+        steps.starts_with(&[Step::Pause, Step::Harvest, Step::Save, Step::GiveBack]),
+        "{steps:?}"
+    );
+    hand.on(SourceEvent::GivenBack)
+        .on(SourceEvent::TrackingStopped)
+        .on(SourceEvent::Resumed);
+    let report = &hand.end.as_ref().unwrap().report;
+    assert_eq!(
+        (report.pages.hinted, report.pages.hinted_then_sent, report.balloon.late),
+        (3, 1, 1)
+    );
+}
+
+#[test]
+fn answers_of_another_session_and_pages_under_way_are_left_alone() {
+    let mut hand = Hand::asking(config(), 64, false);
+    hand.on(SourceEvent::Answered {
+        session: 2,
+        answer: Answer::Free(vec![r(0, 64)]),
+    });
+    hand.says(Answer::Covered(r(0, 32)));
+    hand.says(Answer::Free(vec![r(0, 64), r(1 << 40, 5)]));
+    assert_eq!(
+        hand.send_all(),
+        hand.set(&[r(0, 32)]),
+        "handed to a stream before it was called free"
+    );
+    assert_eq!(hand.round_0_over().count(), 0);
+}
+
+#[test]
+fn pages_harvested_before_a_failure_are_given_back_even_those_under_way() {
+    let mut hand = Hand::asking(config(), 64, false);
+    hand.round_0_over();
+    hand.on(SourceEvent::Harvested(hand.set(&[r(3, 2)])));
+    assert_eq!(hand.steps(), [Step::Pause, Step::Harvest]);
+    hand.on(SourceEvent::Paused);
+    // The last harvest is under way when somebody cancels: what it returns is owed too.
+    hand.on(SourceEvent::Cancel).on(SourceEvent::Cancel);
+    assert!(hand.steps().is_empty());
+    assert!(
+        matches!(hand.messages.last(), Some(Message::Abort { cancelled: true, .. })),
+        "told at once"
+    );
+    hand.on(SourceEvent::Harvested(hand.set(&[r(40, 1)])));
+    assert_eq!(hand.undo(), [Step::GiveBack, Step::StopTracking, Step::Resume]);
+    assert_eq!(hand.given_back, Some(hand.set(&[r(3, 2), r(40, 1)])));
+    assert_eq!(hand.ending(), Ending::Cancelled);
+    let aborts = hand
+        .messages
+        .iter()
+        .filter(|m| matches!(m, Message::Abort { .. }))
+        .count();
+    assert_eq!(aborts, 1);
+}
+
+#[test]
+fn a_commit_that_was_queued_and_not_handed_out_is_taken_back() {
+    let mut hand = Hand::asking(config(), 64, false);
+    hand.round_0_over();
+    hand.all_received();
+    hand.source
+        .handle(SourceEvent::Message(Message::Ready { verified: false }), hand.now);
+    hand.on(SourceEvent::Cancel);
+    assert!(!hand.messages.iter().any(|m| matches!(m, Message::Commit(_))));
+    assert!(hand.undo().contains(&Step::Resume));
+    assert_eq!(hand.ending(), Ending::Cancelled);
+}
+
+#[test]
+fn after_commit_no_answer_of_any_kind_means_unknown_and_paused() {
+    let silence = |hand: &mut Hand| {
+        hand.now += Duration::from_secs(11);
+        hand.source.handle_timeout(hand.now);
+        hand.poll();
+    };
+    let gone = |hand: &mut Hand| {
+        hand.on(SourceEvent::PeerGone {
+            error: "reset".to_owned(),
+        });
+    };
+    let malformed = |hand: &mut Hand| {
+        hand.on(SourceEvent::Failed {
+            step: Step::Control,
+            error: "bad checksum".to_owned(),
+        });
+    };
+    let nonsense = |hand: &mut Hand| {
+        hand.hears(Message::Ready { verified: false });
+    };
+    let ways: [fn(&mut Hand); 4] = [silence, gone, malformed, nonsense];
+    for way in ways {
+        let mut hand = Hand::committed();
+        hand.on(SourceEvent::Cancel);
+        assert!(hand.end.is_none() && hand.steps().is_empty(), "too late to cancel");
+        way(&mut hand);
+        // A late answer changes nothing any more.
+        hand.hears(Message::Abort {
+            reason: String::new(),
+            cancelled: false,
+        });
+        let steps = hand.undo();
+        assert!(
+            !steps.contains(&Step::Resume) && steps.contains(&Step::StopTracking),
+            "{steps:?}"
+        );
+        assert_eq!(hand.ending(), Ending::Unknown);
+        assert!(hand.error().contains("stays paused"), "{}", hand.error());
+        assert!(
+            matches!(hand.messages.last(), Some(Message::Commit(_) | Message::Ping)),
+            "no Abort"
+        );
+    }
+}
+
+#[test]
+fn after_commit_the_receivers_word_that_it_will_not_run_gives_the_guest_back() {
+    let not_running = Message::NotRunning(NotRunning {
+        reason: "vCPU 0 is stuck".to_owned(),
+    });
+    let crossing = Message::Abort {
+        reason: "cancelled".to_owned(),
+        cancelled: true,
+    };
+    for (message, ending) in [(not_running, Ending::Failed), (crossing, Ending::Cancelled)] {
+        let mut hand = Hand::committed();
+        hand.hears(message);
+        assert_eq!(hand.undo(), [Step::GiveBack, Step::StopTracking, Step::Resume]);
+        assert_eq!(hand.ending(), ending);
+    }
+}
+
+#[test]
+fn after_commit_running_completes_whatever_follows() {
+    let mut hand = Hand::committed();
+    hand.hears(Message::Running(Running {
+        running: true,
+        after_us: 7,
+    }));
+    assert_eq!(hand.steps(), [Step::StopTracking]);
+    hand.on(SourceEvent::PeerGone {
+        error: "closed".to_owned(),
+    });
+    hand.on(SourceEvent::TrackingStopped);
+    let outcome = hand.end.as_ref().unwrap();
+    assert_eq!((outcome.ending, &outcome.error), (Ending::Completed, &None));
+    assert!(outcome.report.pages.adds_up() && outcome.report.downtime_ms > 0.0);
+    assert_eq!(outcome.report.rounds.len(), 2);
+    assert_eq!(outcome.report.rounds[0].dirty_pages_after, 3);
+    assert!(hand.source.poll_timeout().is_none());
+}
+
+#[test]
+fn messages_out_of_order_are_refused_by_name() {
+    let rows: [(Message, &str); 6] = [
+        (Message::Ready { verified: true }, "Ready"),
+        (Message::RoundReceived { round: 0 }, "RoundReceived"),
+        (Message::Accept(Accept { populated: true }), "Accept"),
+        (
+            Message::Running(Running {
+                running: true,
+                after_us: 0,
+            }),
+            "Running",
+        ),
+        (Message::StateEnd { sections: 0 }, "StateEnd"),
+        (Message::Refuse { reasons: Vec::new() }, "Refuse"),
+    ];
+    for (message, name) in rows {
+        let mut hand = Hand::asking(config(), 64, false);
+        hand.hears(message);
+        assert_eq!(hand.undo(), [Step::EndHints, Step::StopTracking]);
+        assert_eq!(hand.ending(), Ending::Failed);
+        assert!(hand.error().contains(&format!("sent {name} ")), "{}", hand.error());
+        assert!(matches!(
+            hand.messages.last(),
+            Some(Message::Abort { cancelled: false, .. })
+        ));
+    }
+    let mut hand = Hand::asking(config(), 64, false);
+    hand.says(Answer::Finished)
+        .on(SourceEvent::HintsEnded(AnswerCounts::default()));
+    hand.send_all();
+    hand.hears(Message::RoundReceived { round: 3 });
+    hand.undo();
+    assert!(
+        hand.error().contains("RoundReceived for round 3 in round 0"),
+        "{}",
+        hand.error()
+    );
+}
+
+#[test]
+fn a_receiver_that_did_not_compare_is_not_believed() {
+    let mut hand = Hand::asking(
+        SourceConfig {
+            verify: true,
+            ..config()
+        },
+        64,
+        false,
+    );
+    hand.round_0_over();
+    hand.all_received();
+    assert_eq!(hand.steps(), [Step::Digest]);
+    hand.on(SourceEvent::Digested(vec![1]));
+    hand.hears(Message::Ready { verified: false });
+    assert!(hand.undo().contains(&Step::Resume));
+    assert_eq!(hand.ending(), Ending::Failed);
+}
+
+#[test]
+fn unequal_digests_are_reported_as_such() {
+    let mut hand = Hand::asking(
+        SourceConfig {
+            verify: true,
+            ..config()
+        },
+        64,
+        false,
+    );
+    hand.round_0_over();
+    hand.all_received();
+    hand.on(SourceEvent::Digested(vec![1]));
+    assert_eq!(hand.steps(), [Step::Digest]);
+    let reason = "verification failed: the digests of pages 0x0..0x40 differ".to_owned();
+    hand.hears(Message::Abort {
+        reason,
+        cancelled: false,
+    });
+    hand.undo();
+    assert_eq!(hand.end.as_ref().unwrap().report.verified, Some(false));
+}
+
+#[test]
+fn a_quiet_source_says_that_it_is_alive_and_wants_to_hear_the_same() {
+    let mut hand = Hand::new(config(), 64);
+    let deadline = hand.source.poll_timeout().unwrap();
+    assert!(deadline <= Duration::from_secs(1));
+    for _ in 0..40 {
+        hand.now = hand.source.poll_timeout().unwrap();
+        hand.source.handle_timeout(hand.now);
+        hand.poll();
+        hand.hears(Message::Ping);
+    }
+    assert!(hand.end.is_none() && hand.messages.iter().filter(|m| **m == Message::Ping).count() > 20);
+    while hand.end.is_none() {
+        hand.now = hand.source.poll_timeout().unwrap();
+        hand.source.handle_timeout(hand.now);
+        hand.poll();
+    }
+    assert_eq!(hand.error(), "no sign of life from the receiver for 10 s");
+}
+
+#[test]
+fn a_tracker_that_cannot_peek_and_a_balloon_that_cannot_ask_cost_no_migration() {
+    let mut hand = Hand::asking(config(), 64, true);
+    hand.says(Answer::Free(vec![r(0, 8)]));
+    assert_eq!(hand.steps(), [Step::Peek]);
+    hand.on(SourceEvent::Failed {
+        step: Step::Peek,
+        error: "no".to_owned(),
+    });
+    hand.says(Answer::Free(vec![r(8, 8)]));
+    assert!(hand.steps().is_empty() && hand.end.is_none());
+    hand.on(SourceEvent::Peeked(Peeked {
+        range: r(0, 8),
+        written: Some(8),
+    }));
+    hand.undo();
+    assert!(
+        hand.error().contains("internal error"),
+        "an answer to nothing: {}",
+        hand.error()
+    );
+}
+
+#[test]
+fn chunks_go_to_idle_streams_two_at_a_time_by_ascending_address() {
+    let mut hand = Hand::asking(SourceConfig { streams: 3, ..config() }, 100_000, false);
+    hand.says(Answer::Finished);
+    assert_eq!(hand.chunks.len(), 6);
+    let pages = |chunk: &Chunk| match &chunk.content {
+        Content::Pages(ranges) => ranges.clone(),
+        content => panic!("{content:?}"),
+    };
+    let mut next = Pfn(0);
+    for (_, chunk) in &hand.chunks {
+        for range in pages(chunk) {
+            assert_eq!(range.start(), next);
+            assert!(range.count() <= 4096);
+            next = range.end();
+        }
+    }
+    let mut per_stream = [0; 3];
+    hand.chunks
+        .iter()
+        .for_each(|(stream, _)| per_stream[usize::from(*stream)] += 1);
+    assert_eq!(per_stream, [2, 2, 2]);
+    // The stream that is done gets the next one.
+    let (_, chunk) = hand.chunks.iter().find(|(stream, _)| *stream == 1).cloned().unwrap();
+    hand.on(SourceEvent::Sent {
+        stream: 1,
+        chunk: chunk.id,
+        zero: Vec::new(),
+        wire_bytes: 1,
+        payload_bytes: 1,
+    });
+    assert_eq!(hand.chunks.last().unwrap().0, 1);
+}
