@@ -43,10 +43,8 @@ async fn bytes_arrive_over_one_two_and_four_streams() {
         assert_eq!(there.inner.restored.lock().unwrap().as_ref().unwrap().sections.len(), 2);
         let report = source.outcome.report;
         assert_eq!(report.verified, Some(true));
-        assert_eq!(
-            (report.pages.sent, report.pages.zero, report.pages.total),
-            (2500, 1250, 5000)
-        );
+        // Under huge pages, what was never touched beside what was is there, and zero.
+        assert_eq!((report.pages.sent, report.pages.zero + report.pages.hole), (2500, 2500));
         assert!(report.wire_bytes > report.payload_bytes && report.payload_bytes == 2500 * 4096);
     }
 }

@@ -63,28 +63,29 @@ pub(crate) struct Receiver {
 impl Receiver {
     /// The thread: reads until the stream ends, or something is wrong with it.
     pub(crate) fn run(self) {
-        let Err(error) = self.serve() else { return };
+        let Err((step, error)) = self.serve() else { return };
         if self.closer.is_closed() {
             // We closed it ourselves.
             return;
         }
-        let event = DestinationEvent::Failed {
-            step: Step::Receive,
-            error,
-        };
+        let event = DestinationEvent::Failed { step, error };
         if self.events.blocking_send(event).is_err() {
             tracing::trace!("a stream failed after the migration was over");
         }
     }
 
-    fn serve(&self) -> Result<(), String> {
+    fn serve(&self) -> Result<(), (Step, String)> {
         let stream = self.stream;
+        let lost = |error: String| (Step::Receive, error);
+        let wrong = |e: wire::Error| (Step::Receive, format!("data stream {stream}: {e}"));
         let mut order = StreamOrder::new(stream);
         let (mut table, mut runs, mut data) = (Vec::new(), Vec::new(), Vec::new());
-        while let Some(header) = self.read_header()? {
-            let wrong = |e: wire::Error| format!("data stream {stream}: {e}");
+        while let Some(header) = self.read_header().map_err(lost)? {
             order.expect(&header).map_err(wrong)?;
-            self.gate.check(header.round())?;
+            // A source may lose its streams after the last round; it may not use them for more pages.
+            self.gate
+                .check(header.round())
+                .map_err(|error| (Step::Control, error))?;
             let event = if header.is_marker() {
                 DestinationEvent::Marker {
                     stream,
@@ -92,9 +93,9 @@ impl Receiver {
                 }
             } else {
                 table.resize(header.table_bytes(), 0);
-                self.read_exact(&mut table)?;
+                self.read_exact(&mut table).map_err(lost)?;
                 batch::decode_runs(&header, &table, self.ram.layout(), &mut runs).map_err(wrong)?;
-                self.take(&header, &runs, &mut data)?;
+                self.take(&header, &runs, &mut data).map_err(lost)?;
                 received(&header, &runs)
             };
             if self.events.blocking_send(event).is_err() {
