@@ -93,13 +93,18 @@ impl GuestMemory {
     }
 
     fn wanted(&self) -> Wanted {
-        // A shared mapping may have markers in place of pages (of a tracker), which count as swapped but not as a
-        // file's; a page in migration counts as both.
-        let shared = self.storage.file.is_some();
+        let (none, any) = match (&self.storage.file, self.storage.page_table_is_truth()) {
+            (None, _) => (PFNZERO, PRESENT | SWAPPED),
+            // A shared mapping may have markers in place of pages (of a tracker), which count as swapped but not as a
+            // file's; a page in migration counts as both.
+            (Some(_), true) => (0, PRESENT | FILE),
+            // Whatever else there is will be found in the file, and asking for FILE costs a look at every page.
+            (Some(_), false) => (0, PRESENT),
+        };
         Wanted {
             all: 0,
-            none: if shared { 0 } else { PFNZERO },
-            any: if shared { PRESENT | FILE } else { PRESENT | SWAPPED },
+            none,
+            any,
             protect: false,
         }
     }

@@ -100,6 +100,9 @@ impl UffdTracker {
                 self.memory.scan(pagemap, range, entries, &mut add)?;
                 // But where the whole table of entries is gone (a file's huge page was split), kernels before Linux 7.2
                 // and its backports pass over it: hence a second pass, for what is nothing at all.
+                if !self.memory.storage.huge_folios && self.memory.storage.in_ram {
+                    return Ok(());
+                }
                 let gone = Wanted {
                     all: 0,
                     none: WRITTEN | PRESENT | SWAPPED,
