@@ -291,10 +291,21 @@ fn case_46_what_is_discarded_is_given_back_and_reads_as_zero() {
     }
 }
 
+const POOL: &str = "/proc/sys/vm/nr_hugepages";
+
+/// The pool's size, put back however the test ends.
+struct PoolSize(String);
+
+impl Drop for PoolSize {
+    fn drop(&mut self) {
+        // Where it could not be changed, it cannot be put back either.
+        let _ = std::fs::write(POOL, &self.0);
+    }
+}
+
 #[test]
 fn case_45_huge_pages_are_given_back_whole_or_not_at_all() {
-    const POOL: &str = "/proc/sys/vm/nr_hugepages";
-    let before = std::fs::read_to_string(POOL).unwrap_or_default();
+    let _before = PoolSize(std::fs::read_to_string(POOL).unwrap_or_default());
     let asked = std::fs::write(POOL, "8");
     let got = std::fs::read_to_string(POOL).unwrap_or_default();
     if asked.is_err() || got.trim().parse::<u32>().unwrap_or(0) < 4 {
@@ -320,7 +331,6 @@ fn case_45_huge_pages_are_given_back_whole_or_not_at_all() {
     hugetlb_tracking(Arc::new(memory));
     let odd = GuestMemory::new(odd(), &Backing::Hugetlbfs { path: None });
     assert!(matches!(odd, Err(Error::NotHuge { .. })));
-    std::fs::write(POOL, before).unwrap();
 }
 
 /// One write is the whole huge page's.
