@@ -131,7 +131,7 @@ impl Receiving {
             Some(Corrupt::BeforeVerify) => guest.ram = Arc::new(TamperedRam::new(ram)),
             Some(Corrupt::AfterVerify) => {
                 let soft = self.soft.clone();
-                let then = move || soft.flip_byte();
+                let then = move || soft.flip_bytes();
                 guest.machine = Box::new(TamperedMachine {
                     inner: guest.machine,
                     then: Box::new(then),

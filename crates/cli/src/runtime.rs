@@ -26,6 +26,9 @@ pub fn block_on<T>(part: impl Future<Output = Result<T, Error>>) -> Result<T, Er
 pub struct Signals {
     interrupt: Signal,
     terminate: Signal,
+    /// One has come. It stays so: a signal that comes while a guest is being handed over is too late to cancel, and the
+    /// guest that arrives is to end all the same.
+    came: bool,
 }
 
 impl Signals {
@@ -38,21 +41,32 @@ impl Signals {
         Ok(Signals {
             interrupt: signal(SignalKind::interrupt()).map_err(failed)?,
             terminate: signal(SignalKind::terminate()).map_err(failed)?,
+            came: false,
         })
     }
 
-    /// Waits for one of them; gives its name.
-    pub async fn wait(&mut self) -> &'static str {
-        tokio::select! {
+    /// Waits for one of them, unless one has come already.
+    pub async fn wait(&mut self) {
+        if !self.came {
+            self.next().await;
+        }
+    }
+
+    async fn next(&mut self) -> &'static str {
+        let name = tokio::select! {
             _ = self.interrupt.recv() => "SIGINT",
             _ = self.terminate.recv() => "SIGTERM",
-        }
+        };
+        self.came = true;
+        name
     }
 
     /// Whether one of them has come, without waiting for it.
     pub fn pending(&mut self) -> bool {
         let mut context = Context::from_waker(Waker::noop());
-        self.interrupt.poll_recv(&mut context).is_ready() || self.terminate.poll_recv(&mut context).is_ready()
+        self.came |= self.interrupt.poll_recv(&mut context).is_ready();
+        self.came |= self.terminate.poll_recv(&mut context).is_ready();
+        self.came
     }
 
     /// Does blocking work on a thread of its own, unless a signal comes first.
@@ -66,7 +80,7 @@ impl Signals {
         let work = tokio::task::spawn_blocking(work);
         tokio::select! {
             done = work => done.unwrap_or_else(|died| Err(Error::Failed(format!("a thread died: {died}")))),
-            _ = self.wait() => Err(Error::Cancelled),
+            () = self.wait() => Err(Error::Cancelled),
         }
     }
 
@@ -76,7 +90,7 @@ impl Signals {
         loop {
             tokio::select! {
                 ended = &mut end => return ended,
-                signal = self.wait() => {
+                signal = self.next() => {
                     tracing::warn!("{signal}: cancelling");
                     cancel();
                 }

@@ -3,6 +3,7 @@
 use crate::{Error, GuestReport, Signals};
 use memory::trackers::UffdTracker;
 use pageferry::Guest;
+use pages::Pfn;
 use softguest::SoftGuest;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,6 +11,9 @@ use std::time::{Duration, Instant};
 
 /// How long a guest runs between looks for a signal.
 const SLICE: Duration = Duration::from_millis(100);
+
+/// Pages that [`SoftSlot::flip_bytes`] breaks.
+const FLIPPED_PAGES: u64 = 256;
 
 /// Where the built-in guest can be found, if there is one. Clones share it.
 #[derive(Clone, Default)]
@@ -111,15 +115,19 @@ impl SoftSlot {
         Ok(ticks)
     }
 
-    /// Breaks a page that the guest uses. For tests of the checks.
-    pub(crate) fn flip_byte(&self) -> machine::Result<()> {
+    /// Breaks pages that the guest uses: a stretch of them, for one that it happens to write anew is whole again. For
+    /// tests of the checks.
+    pub(crate) fn flip_bytes(&self) -> machine::Result<()> {
         let Some(guest) = self.get() else {
             return Err(machine::Error::Refused(
                 "there is no built-in guest to corrupt".to_owned(),
             ));
         };
-        guest.flip_byte(guest.used_page()?)?;
-        tracing::warn!("a page was corrupted, as --corrupt-page says");
+        let first = guest.used_page()?;
+        for page in first.0..first.0 + FLIPPED_PAGES {
+            guest.flip_byte(Pfn(page))?;
+        }
+        tracing::warn!("{FLIPPED_PAGES} pages were corrupted, as --corrupt-page says");
         Ok(())
     }
 }

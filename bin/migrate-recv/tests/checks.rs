@@ -1,0 +1,133 @@
+//! What a receiver checks before a source comes, and how it ends without one.
+#![allow(clippy::unwrap_used)]
+
+#[path = "../../migrate-send/tests/support/mod.rs"]
+mod support;
+
+use rustix::process::Signal;
+use std::fs::File;
+use std::path::Path;
+use support::Running;
+
+const ANY: [&str; 2] = ["--listen", "tcp:127.0.0.1:0"];
+
+#[test]
+fn a_port_that_is_taken_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("tcp:{}", taken.local_addr().unwrap());
+    let ended = Running::refused_receiver(folder.path(), &["--listen", &address]);
+    ended.expect(4).says(&address);
+    assert_eq!(ended.report()["result"], "failed");
+    assert_eq!(ended.report()["role"], "receiver");
+}
+
+#[test]
+fn nonsense_is_a_usage_error() {
+    let folder = tempfile::tempdir().unwrap();
+    for (arguments, word) in [
+        (&["--prealloc"][..], "--max-memory"),
+        (&["--control", "/run/guest"], "--control"),
+        (&["--after", "sleep"], "'sleep'"),
+        (&["--max-memory", "5000"], "5000"),
+    ] {
+        Running::refused_receiver(folder.path(), &[&ANY, arguments].concat())
+            .expect(2)
+            .says(word);
+    }
+    Running::refused_receiver(folder.path(), &["--listen", "tcp:::1:5"])
+        .expect(2)
+        .says("brackets");
+    Running::refused_receiver(folder.path(), &[]).expect(2).says("--listen");
+}
+
+#[test]
+fn a_signal_ends_the_wait() {
+    let folder = tempfile::tempdir().unwrap();
+    for signal in [Signal::INT, Signal::TERM] {
+        let receiving = Running::receiver(folder.path(), &["--ram", folder.path().join("ram").to_str().unwrap()]);
+        receiving.signal(signal);
+        let ended = receiving.end();
+        ended.expect(5);
+        assert_eq!(ended.report()["result"], "cancelled");
+        assert!(!folder.path().join("ram").exists());
+    }
+}
+
+#[test]
+fn more_than_the_host_has_is_not_populated() {
+    let folder = tempfile::tempdir().unwrap();
+    let arguments = [&ANY[..], &["--prealloc", "--max-memory", "4T"]].concat();
+    Running::refused_receiver(folder.path(), &arguments)
+        .expect(3)
+        .says("--prealloc");
+}
+
+const GUEST: [&str; 4] = ["--memory", "32M", "--used", "4M"];
+
+/// Sends a small guest to a receiver that rebuilds it in `ram`; gives what the source left.
+fn send_to_file(folder: &Path, ram: &Path) -> support::Ended {
+    let receiving = Running::receiver(folder, &["--ram", ram.to_str().unwrap(), "--peer-timeout", "2s"]);
+    Running::source(folder, &receiving.address.clone(), &GUEST).end()
+}
+
+#[test]
+fn a_ram_file_in_use_is_refused_and_the_source_says_why() {
+    let folder = tempfile::tempdir().unwrap();
+    let ram = folder.path().join("ram");
+    let held = File::create(&ram).unwrap();
+    held.lock().unwrap();
+    send_to_file(folder.path(), &ram)
+        .expect(3)
+        .says("in use by another process")
+        .unharmed();
+}
+
+#[test]
+fn a_full_disk_is_refused_and_the_source_says_why() {
+    let folder = tempfile::tempdir().unwrap();
+    let disk = folder.path().join("disk");
+    std::fs::create_dir(&disk).unwrap();
+    let mount = |command: &str, arguments: &[&str]| {
+        std::process::Command::new(command)
+            .args(arguments)
+            .arg(&disk)
+            .status()
+            .is_ok_and(|status| status.success())
+    };
+    if !mount("mount", &["-t", "tmpfs", "-o", "size=1M", "tmpfs"]) {
+        println!("SKIPPED: a RAM file on a full disk: a small tmpfs cannot be mounted here (needs root)");
+        return;
+    }
+    let sent = send_to_file(folder.path(), &disk.join("ram"));
+    assert!(mount("umount", &[]));
+    sent.expect(3).says("its file system has").unharmed();
+}
+
+#[test]
+fn a_populated_pool_takes_the_guest_that_fits() {
+    let folder = tempfile::tempdir().unwrap();
+    let receiving = Running::receiver(folder.path(), &["--prealloc", "--max-memory", "32M"]);
+    Running::source(
+        folder.path(),
+        &receiving.address.clone(),
+        &[&GUEST[..], &["--verify"]].concat(),
+    )
+    .end()
+    .expect(0);
+    receiving.end().expect(0).says("self-check");
+}
+
+#[test]
+fn a_guest_that_is_to_stay_paused_does_until_a_signal_comes() {
+    let folder = tempfile::tempdir().unwrap();
+    let receiving = Running::receiver(folder.path(), &["--after", "pause"]);
+    Running::source(folder.path(), &receiving.address.clone(), &GUEST)
+        .end()
+        .expect(0);
+    receiving.signal(Signal::TERM);
+    let ended = receiving.end();
+    ended.expect(0).says("is here, paused");
+    assert_eq!(ended.report()["guest"]["self_check"], "passed");
+    assert_eq!(ended.report()["guest"]["ticks"], 0);
+}

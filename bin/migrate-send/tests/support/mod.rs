@@ -1,0 +1,191 @@
+//! Running the two commands for a test: every wait is bounded, and nothing outlives its test.
+
+// Each test binary uses its own part of this.
+#![allow(dead_code)]
+
+use serde_json::Value;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// A hang is a failure; nothing here takes a tenth of that.
+const HANG: Duration = Duration::from_secs(120);
+
+/// The command of this name, beside the one that Cargo built for the test.
+fn program(name: &str) -> PathBuf {
+    let built = option_env!("CARGO_BIN_EXE_migrate-send")
+        .or(option_env!("CARGO_BIN_EXE_migrate-recv"))
+        .unwrap();
+    let path = Path::new(built).with_file_name(name);
+    assert!(
+        path.exists(),
+        "{} is not built: run the tests with --workspace",
+        path.display()
+    );
+    path
+}
+
+/// A command under way.
+pub(crate) struct Running {
+    child: Child,
+    out: Option<JoinHandle<String>>,
+    err: Option<JoinHandle<String>>,
+    /// Where it listens, for a receiver.
+    pub(crate) address: String,
+    /// Its report's file.
+    pub(crate) report: PathBuf,
+}
+
+/// What a command left.
+#[derive(Debug)]
+pub(crate) struct Ended {
+    pub(crate) code: Option<i32>,
+    pub(crate) out: String,
+    pub(crate) err: String,
+    pub(crate) report: Option<Value>,
+}
+
+impl Running {
+    fn start(name: &str, arguments: &[&str], report: PathBuf) -> (Child, PathBuf) {
+        let mut command = Command::new(program(name));
+        command.args(arguments).env_remove("RUST_LOG").stdin(Stdio::null());
+        if !report.as_os_str().is_empty() {
+            command.arg("--report").arg(&report);
+        }
+        (
+            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap(),
+            report,
+        )
+    }
+
+    /// Starts a receiver and waits until it listens.
+    pub(crate) fn receiver(folder: &Path, arguments: &[&str]) -> Running {
+        let mut all = arguments.to_vec();
+        for (flag, value) in [("--listen", "tcp:127.0.0.1:0"), ("--run-for", "200ms")] {
+            if !all.contains(&flag) {
+                all.extend([flag, value]);
+            }
+        }
+        let (mut child, report) = Running::start("migrate-recv", &all, folder.join("receiver.json"));
+        let mut out = BufReader::new(child.stdout.take().unwrap());
+        let mut first = String::new();
+        out.read_line(&mut first).unwrap();
+        let address = first.trim().strip_prefix("listening on ").map(str::to_owned);
+        let mut running = Running::watch(child, report);
+        running.out = Some(gather(out));
+        running.address = address.unwrap_or_else(|| panic!("the first line is {first:?}"));
+        running
+    }
+
+    /// Starts a receiver that is not expected to listen.
+    pub(crate) fn refused_receiver(folder: &Path, arguments: &[&str]) -> Ended {
+        let (mut child, report) = Running::start("migrate-recv", arguments, folder.join("receiver.json"));
+        let out = child.stdout.take().unwrap();
+        let mut running = Running::watch(child, report);
+        running.out = Some(gather(out));
+        running.end()
+    }
+
+    /// Starts a source.
+    pub(crate) fn source(folder: &Path, to: &str, arguments: &[&str]) -> Running {
+        let mut all = vec!["--to", to];
+        all.extend(arguments);
+        let (mut child, report) = Running::start("migrate-send", &all, folder.join("source.json"));
+        let out = child.stdout.take().unwrap();
+        let mut running = Running::watch(child, report);
+        running.out = Some(gather(out));
+        running
+    }
+
+    fn watch(mut child: Child, report: PathBuf) -> Running {
+        let err = Some(gather(child.stderr.take().unwrap()));
+        Running {
+            child,
+            out: None,
+            err,
+            address: String::new(),
+            report,
+        }
+    }
+
+    /// Sends it a signal.
+    pub(crate) fn signal(&self, signal: rustix::process::Signal) {
+        rustix::process::kill_process(rustix::process::Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    /// Waits for its end.
+    pub(crate) fn end(mut self) -> Ended {
+        let began = Instant::now();
+        let code = loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                break status.code();
+            }
+            assert!(began.elapsed() < HANG, "{} hangs", self.report.display());
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        let text = |thread: &mut Option<JoinHandle<String>>| thread.take().unwrap().join().unwrap();
+        let report = std::fs::read(&self.report)
+            .ok()
+            .map(|bytes| serde_json::from_slice(&bytes).unwrap());
+        Ended {
+            code,
+            out: text(&mut self.out),
+            err: text(&mut self.err),
+            report,
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if let Ok(None) = self.child.try_wait() {
+            self.child.kill().unwrap();
+            self.child.wait().unwrap();
+        }
+    }
+}
+
+impl Ended {
+    /// The report, which must be there.
+    pub(crate) fn report(&self) -> &Value {
+        self.report.as_ref().unwrap_or_else(|| panic!("no report: {self:?}"))
+    }
+
+    /// Checks the exit code; shows everything if it is another.
+    #[track_caller]
+    pub(crate) fn expect(&self, code: i32) -> &Self {
+        assert_eq!(self.code, Some(code), "{self:#?}");
+        self
+    }
+
+    /// Checks that stderr or stdout says something.
+    #[track_caller]
+    pub(crate) fn says(&self, words: &str) -> &Self {
+        assert!(
+            self.err.contains(words) || self.out.contains(words),
+            "nothing of '{words}': {self:#?}"
+        );
+        self
+    }
+
+    /// Checks that a source's guest is still there and well.
+    #[track_caller]
+    pub(crate) fn unharmed(&self) -> &Self {
+        assert_eq!(self.report()["guest"]["self_check"], "passed", "{self:#?}");
+        assert!(
+            self.report()["guest"]["ticks"].as_u64().unwrap() > 0,
+            "it does not run on: {self:#?}"
+        );
+        self.says("the guest is unharmed")
+    }
+}
+
+fn gather(mut from: impl Read + Send + 'static) -> JoinHandle<String> {
+    std::thread::spawn(move || {
+        let mut text = String::new();
+        from.read_to_string(&mut text).unwrap();
+        text
+    })
+}
