@@ -3,11 +3,14 @@
 
 mod common;
 
+use common::stingy::Stingy;
 use common::*;
-use pageferry::{Address, Ending, Migration};
+use pageferry::{Address, Ending, Listener, Migration};
 use pages::Layout;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 
 /// Copies from one socket to the other, `piece` bytes at a time at most.
 fn trickle(mut from: TcpStream, mut to: TcpStream, piece: usize) {
@@ -85,4 +88,33 @@ async fn case_10_tiny_socket_buffers() {
         assert_eq!(destination.outcome.ending, Ending::Completed);
         assert_same_ram(&probe, &made.lock().unwrap()[0], &[]);
     }
+}
+
+/// A blocking socket takes all that it is given; a signal or a bound on vectors makes it take less.
+#[tokio::test(flavor = "multi_thread")]
+async fn case_10_short_reads_and_writes_and_interrupts() {
+    let layout = Layout::flat(1500).unwrap();
+    let stingy = |probe: &Probe| {
+        Arc::new(Stingy {
+            memory: Arc::clone(&probe.memory),
+            calls: AtomicUsize::new(0),
+        })
+    };
+    let (mut guest, probe) = busy_guest(&layout, None);
+    guest.ram = stingy(&probe);
+    let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap()).unwrap();
+    let address = listener.local_address().clone();
+    let made = Made::default();
+    let makes = Arc::clone(&made);
+    let receiving = Migration::receive(listener, receive_options(), move |config| {
+        let (mut guest, probe) = blank_guest(&config.layout, None);
+        guest.ram = stingy(&probe);
+        makes.lock().unwrap().push(probe);
+        Ok(guest)
+    });
+    let sending = Migration::send(guest, &address, send_options(2));
+    let (source, destination) = guarded(async { tokio::join!(sending.finish(), receiving.finish()) }).await;
+    assert_eq!(source.outcome.ending, Ending::Completed, "{:?}", source.outcome.error);
+    assert_eq!(destination.outcome.ending, Ending::Completed);
+    assert_same_ram(&probe, &made.lock().unwrap()[0], &[]);
 }

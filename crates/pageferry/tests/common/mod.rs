@@ -1,7 +1,15 @@
 //! A guest for tests: real memory, a tracker that is told of writes, a machine that remembers what was done to it.
-#![allow(clippy::unwrap_used, dead_code, unreachable_pub, missing_docs)]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    dead_code,
+    unreachable_pub,
+    clippy::cast_possible_truncation,
+    missing_docs
+)]
 
 pub mod peer;
+pub mod stingy;
 
 use machine::{
     Answer, AnswerCounts, AnswerSink, BalloonConfig, DirtyTracker, FreePages, GuestMemoryStats, GuestRam, Machine,
