@@ -258,6 +258,12 @@ fn a_granule_is_given_back_within_one_region_only() {
     let all: Vec<u32> = (512..2280).collect();
     rig.send_pfns(0, &all);
     assert_eq!(rig.take_discards(), [range(512, 512), range(1536, 512)]);
+
+    let mut rig = Rig::cold(Standard, 0, Arc::clone(&rig.layout), 1);
+    rig.drive(0);
+    let over_the_border: Vec<u32> = (1270..1290).collect();
+    rig.send_pfns(0, &over_the_border);
+    assert_eq!(rig.take_discards(), [range(1270, 10), range(1280, 10)]);
 }
 
 #[test]
@@ -334,7 +340,8 @@ fn case_49_a_chain_that_does_not_end_stops_its_queue() {
             for i in 0..1000u16 {
                 let mut desc = [0u8; 16];
                 desc[8] = 4;
-                desc[12] = 1;
+                // The last one ends the chain: but for its length it is a good one.
+                desc[12] = u8::from(i < 999);
                 desc[14..].copy_from_slice(&(i + 1).to_le_bytes());
                 rig.write(BUFFERS + u64::from(i) * 16, &desc);
             }

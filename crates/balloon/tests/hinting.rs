@@ -94,7 +94,8 @@ fn blocks_are_shrunk_inward_and_clipped_to_ram() {
 
 #[test]
 fn case_30_done_and_a_config_interrupt_on_every_way_out() {
-    let ends: [(&str, fn(&mut Rig)); 6] = [
+    type Way = (&'static str, fn(&mut Rig));
+    let ends: [Way; 6] = [
         ("before the guest came", |_| {}),
         ("after the start", |rig| {
             let id = rig.config_u32(8);
@@ -250,4 +251,13 @@ fn a_guest_that_vanishes_finishes_its_session_and_done_is_still_owed() {
     );
     rig.device.end(1).unwrap();
     assert_eq!(rig.config_u32(8), DONE);
+    // One that had said its last word says it once.
+    rig.rings = (0..5).map(Ring::new).collect();
+    rig.rings.iter_mut().for_each(|ring| ring.set_avail(&rig.mem, 0));
+    rig.drive(FREE_PAGE_HINT);
+    start(&mut rig, &answers, 2);
+    rig.command(HINTS, STOP);
+    assert_eq!(answers.take().len(), 2);
+    rig.device.lock().reset();
+    assert_eq!(answers.take(), []);
 }

@@ -161,7 +161,7 @@ impl World {
         bytes[4] = flag as u8;
         bytes[8..16].copy_from_slice(&id.to_le_bytes());
         bytes[16..24].copy_from_slice(&(window * 4096).to_le_bytes());
-        let len = if window % 2 == 0 { 512 } else { len };
+        let len = if window.is_multiple_of(2) { 512 } else { len };
         bytes[24..32].copy_from_slice(&len.to_le_bytes());
         rig.write(2 << 20, &bytes);
         rig.rings[3].add(&rig.mem, &[(2 << 20, 32 + len as u32, false)]);
@@ -186,7 +186,10 @@ impl World {
         let granule = self.rig.discards.granule;
         for r in self.rig.take_discards() {
             assert!(layout.region_of_range(r).is_some(), "{r} is not RAM");
-            assert!(r.start().0 % granule == 0 && r.count() % granule == 0, "{r}");
+            assert!(
+                r.start().0.is_multiple_of(granule) && r.count().is_multiple_of(granule),
+                "{r}"
+            );
         }
     }
 }
@@ -197,7 +200,7 @@ proptest! {
     #[test]
     fn a_hostile_standard_guest(acts in prop::collection::vec(act(), 1..80), features in 0u64..64, huge in any::<bool>()) {
         // Mostly with all queues, so that the hint queue has the number that honest acts use.
-        let features = if features % 4 == 0 { features } else { STATS_VQ | FREE_PAGE_HINT | PAGE_POISON | REPORTING };
+        let features = if features.is_multiple_of(4) { features } else { STATS_VQ | FREE_PAGE_HINT | PAGE_POISON | REPORTING };
         let mut world = World::new(Standard, features, if huge { 512 } else { 1 });
         for act in acts {
             world.act(act);
