@@ -218,6 +218,22 @@ fn case_34_a_guest_that_poisons_says_so_and_finds_its_poison() {
     assert!(broken.contains("byte 77"), "{broken}");
 }
 
+/// Every page that is freed is poisoned, and the allocator finds the poison when it hands the page out again.
+#[test]
+fn case_34_a_busy_guest_poisons_what_it_frees() {
+    let guest = start(GuestConfig {
+        poison: Some(0xaa),
+        workload: Workload::Compile,
+        ..config(8192)
+    });
+    let device = guest.balloon().unwrap();
+    device.lock().set_target(700).unwrap();
+    wait_until("inflated", || device.lock().actual() == 700);
+    device.lock().set_target(0).unwrap();
+    wait_until("deflated", || device.lock().actual() == 0);
+    wait_until("it has worked", || guest.self_check().unwrap().ticks > 200);
+}
+
 #[test]
 fn without_poison_the_driver_does_not_take_the_feature() {
     let guest = start(config(8192));

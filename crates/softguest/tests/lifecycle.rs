@@ -121,6 +121,61 @@ fn a_stale_page_is_noticed_whatever_it_holds() {
     assert!(noticed > 100, "only {noticed} stale pages were noticed");
 }
 
+/// All of RAM as it was a moment ago: every page agrees with every other, and only what travels outside RAM does not.
+#[test]
+fn ram_of_an_older_moment_is_noticed_though_it_agrees_with_itself() {
+    let guest = start(GuestConfig {
+        workload: Workload::Churn { pages_per_s: 10_000 },
+        ..config(8192)
+    });
+    let mut parts = guest.parts();
+    let layout = Arc::clone(parts.ram.layout());
+    // The statistics of the start are out of the way: what follows writes pages and nothing else.
+    wait_until("first numbers", || parts.free_pages.stats().is_some());
+    let copies: Vec<GuestMemory> = (0..2)
+        .map(|_| {
+            guest.run_for(Duration::from_millis(50)).unwrap();
+            parts.machine.pause().unwrap();
+            let old = GuestMemory::new(Arc::clone(&layout), &Backing::Anonymous).unwrap();
+            copy(&parts.ram, &old, &parts.ram.present().unwrap());
+            parts.machine.resume().unwrap();
+            old
+        })
+        .collect();
+    parts.machine.pause().unwrap();
+    let now = GuestMemory::new(Arc::clone(&layout), &Backing::Anonymous).unwrap();
+    copy(&parts.ram, &now, &parts.ram.present().unwrap());
+    copy(&copies[0], &parts.ram, &copies[0].present().unwrap());
+    let broken = guest.self_check().unwrap_err().to_string();
+    assert!(broken.contains("older moment"), "{broken}");
+    copy(&now, &parts.ram, &now.present().unwrap());
+    guest.self_check().unwrap();
+}
+
+/// An interrupt that no vCPU has taken when the guest pauses is taken at the destination: the `bitmap` driver's request
+/// would stick there otherwise, for good.
+#[test]
+fn a_request_that_the_guest_has_not_seen_at_the_pause_is_answered_at_the_destination() {
+    let guest = start(GuestConfig {
+        balloon: Some(default_balloon(Dialect::Bitmap)),
+        ..config(8192)
+    });
+    let mut parts = guest.parts();
+    let layout = Arc::clone(parts.ram.layout());
+    let target = Arc::new(GuestMemory::new(Arc::clone(&layout), &Backing::Anonymous).unwrap());
+    let there = SoftGuest::new_for_restore(&parts.machine.config(), Arc::clone(&target)).unwrap();
+    parts.machine.pause().unwrap();
+    parts.free_pages.begin(1, Arc::new(|_, _| {})).unwrap();
+    let state = parts.machine.save().unwrap();
+    copy(&parts.ram, &target, &parts.ram.present().unwrap());
+    there.machine().restore(&state).unwrap();
+    there.machine().resume().unwrap();
+    let mut free_pages = there.balloon().unwrap();
+    wait_until("it can be asked again", || free_pages.can_ask().is_ok());
+    assert!(ask(&mut free_pages, 2, &layout).count() > 1024);
+    free_pages.end(2).unwrap();
+}
+
 #[test]
 fn case_15_a_thousand_pauses_do_not_hang() {
     let guest = start(GuestConfig {
