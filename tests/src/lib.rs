@@ -1,1 +1,1 @@
-//! Scenarios over several crates
+//! Scenarios over several crates: a whole guest, both sides, real sockets. They live in `tests/`.
