@@ -79,7 +79,7 @@ fn case_5_the_receiver_rejects_state_after_the_stop_and_a_second_migration_works
 
         let mut again = Pair::new(setup);
         again.guest = pair.guest.clone();
-        again.guest.sessions.clear();
+        again.guest.new_sink();
         finish(&mut again);
         assert_eq!(again.ends().0, Some(Ending::Completed));
     }
@@ -331,6 +331,21 @@ fn free_pages_stay_behind_and_the_account_is_whole() {
     // The pause itself makes the VMM write a page.
     assert_eq!(pages.hinted + pages.hinted_then_sent, free, "{pages:?}");
     assert_eq!(pages.sent + pages.zero + pages.hinted, 2000, "{pages:?}");
+}
+
+#[test]
+fn without_asking_the_balloons_pages_and_holes_stay_behind() {
+    let mut setup = quiet(4, Layout::flat(2000).unwrap());
+    setup.source.ask = Ask::Never;
+    let mut pair = Pair::new(setup);
+    let ballooned = pair.guest.ballooned.as_ref().unwrap().count();
+    finish(&mut pair);
+    let pages = pair.source_end.as_ref().unwrap().report.pages;
+    assert!(
+        ballooned > 100 && ballooned - pages.ballooned <= 1,
+        "{ballooned}, {pages:?}"
+    );
+    assert!(pages.hole > 100 && pages.hinted == 0, "{pages:?}");
 }
 
 #[test]

@@ -108,11 +108,15 @@ fn a_failure_at_every_action_of_the_undoing_is_told_and_the_rest_goes_on() {
     let mut steps = std::collections::HashSet::new();
     for setup in small_setups() {
         let messages = run(setup.clone(), Mishaps::default()).messages;
-        for message in 0..messages {
-            let lost = Mishaps {
-                message: Some(message),
-                ..Mishaps::default()
-            };
+        let lost = (0..messages).map(|n| Mishaps {
+            message: Some(n),
+            ..Mishaps::default()
+        });
+        let cancelled = (1..60).map(|n| Mishaps {
+            cancel_source: Some(n),
+            ..Mishaps::default()
+        });
+        for lost in lost.chain(cancelled) {
             let actions = run(setup.clone(), lost.clone()).source_actions;
             for n in 0..actions {
                 let pair = run(

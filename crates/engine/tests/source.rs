@@ -578,3 +578,24 @@ fn chunks_go_to_idle_streams_two_at_a_time_by_ascending_address() {
     });
     assert_eq!(hand.chunks.last().unwrap().0, 1);
 }
+
+#[test]
+fn a_data_stream_that_ends_after_all_pages_have_arrived_is_no_failure() {
+    let reset = || SourceEvent::Failed {
+        step: Step::Send,
+        error: "reset".to_owned(),
+    };
+    let mut hand = Hand::asking(config(), 64, false);
+    hand.round_0_over();
+    hand.all_received();
+    hand.on(reset());
+    hand.hears(Message::Ready { verified: false }).on(reset());
+    assert!(hand.end.is_none() && hand.steps().is_empty());
+    hand.hears(Message::Running(Running {
+        running: true,
+        after_us: 7,
+    }))
+    .on(reset());
+    hand.on(SourceEvent::TrackingStopped);
+    assert_eq!(hand.ending(), Ending::Completed);
+}

@@ -73,6 +73,9 @@ impl Pair {
         if self.destination_end.is_some() && self.to_source.iter().any(|c| matches!(c, Control::Gone)) {
             // The peer has closed: the stream notices before or after the control connection does.
             self.streams[k].broken = true;
+            if self.setup.holds {
+                return;
+            }
             let error = "the peer closed it".to_owned();
             return self.source.handle(
                 SourceEvent::Failed {

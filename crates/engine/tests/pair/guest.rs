@@ -27,6 +27,10 @@ pub struct Make {
     /// Whether it answers to the end.
     pub finishes: bool,
     pub can_ask: bool,
+    /// Whether it says at times that it has said all of a window before it has.
+    pub torn: bool,
+    /// Whether some of what it saw is said only after the session's end.
+    pub holds_back: bool,
     /// Whether it tells what it uses.
     pub stats: bool,
     /// Writes that it makes in all, for it to come to rest.
@@ -53,7 +57,11 @@ pub struct Guest {
     version: u64,
     looks: VecDeque<PageRange>,
     said: VecDeque<(u32, Answer)>,
+    /// Answers that come only after their session has ended.
+    held: VecDeque<(u32, Answer)>,
     finished_said: bool,
+    /// Pages that it saw to be free: it likes to use those next, before it has said so.
+    seen_free: Vec<usize>,
 }
 
 impl Guest {
@@ -99,6 +107,8 @@ impl Guest {
             version,
             looks: VecDeque::new(),
             said: VecDeque::new(),
+            held: VecDeque::new(),
+            seen_free: Vec::new(),
             finished_said: false,
         }
     }
@@ -127,11 +137,11 @@ impl Guest {
     pub fn live(&mut self, rng: &mut Rng) {
         let total = self.ram.len() as u64;
         self.make.writes = self.make.writes.saturating_sub(1);
-        let index = if rng.one_in(3) {
-            rng.below(total)
-        } else {
-            rng.below(total.min(24))
-        } as usize;
+        let index = match rng.below(4) {
+            0 => rng.below(total) as usize,
+            1 if !self.seen_free.is_empty() => self.seen_free[rng.below(self.seen_free.len() as u64) as usize],
+            _ => rng.below(total.min(24)) as usize,
+        };
         if rng.one_in(8) {
             self.free[index] = true;
         } else {
@@ -207,9 +217,13 @@ impl Guest {
 
     /// Looks at a window, or says what it saw. An answer may be said after its session has ended.
     pub fn speak(&mut self, rng: &mut Rng) -> Option<(u32, Answer)> {
-        if let (Some(session), true) = (self.session, self.said.is_empty() || rng.one_in(3)) {
+        if let (Some(session), true) = (self.session, self.said.is_empty() || rng.one_in(2)) {
             if let Some(window) = self.looks.pop_front() {
-                self.look(session, window);
+                let torn = self.make.torn && rng.one_in(4);
+                self.look(session, window, torn);
+                if self.make.holds_back && rng.one_in(4) {
+                    self.held.extend(self.said.drain(..));
+                }
                 return None;
             }
             if self.said.is_empty() && !self.finished_said {
@@ -220,12 +234,13 @@ impl Guest {
         self.said.pop_front()
     }
 
-    fn look(&mut self, session: u32, window: PageRange) {
+    fn look(&mut self, session: u32, window: PageRange, torn: bool) {
         let layout = Arc::clone(&self.make.layout);
         let first = layout.index_of(window.start()).unwrap() as usize;
         let mut free = PageSet::empty(&layout);
         for i in first..first + window.count() as usize {
             if self.free[i] {
+                self.seen_free.push(i);
                 free.insert(layout.pfn_at(i as u64).unwrap());
                 if self.make.allocates && self.make.init_on_alloc {
                     self.put(i, 0);
@@ -234,9 +249,21 @@ impl Guest {
         }
         self.said.push_back((session, Answer::Free(free.runs().collect())));
         self.said.push_back((session, Answer::Covered(window)));
+        if torn {
+            // A dialect that says too early that it has said all: its pages may be under way when they are called free.
+            let last = self.said.len() - 1;
+            self.said.swap(last, last - 1);
+        }
+    }
+
+    /// Another migration has another sink for answers.
+    pub fn new_sink(&mut self) {
+        self.said.clear();
+        self.sessions.clear();
     }
 
     pub fn end(&mut self) {
+        self.said.append(&mut self.held);
         self.session = None;
         self.looks.clear();
     }

@@ -52,7 +52,7 @@ impl Laws {
     }
 
     /// The safe order of free-page skipping.
-    pub(super) fn source_action(&self, action: &SourceAction, guest: &Guest) -> Option<String> {
+    pub(super) fn source_action(&self, action: &SourceAction, guest: &Guest, done: &[Step]) -> Option<String> {
         match action {
             SourceAction::Scan if !guest.tracking => Some("a scan before tracking was on".to_owned()),
             SourceAction::BeginHints { .. } if !guest.tracking => Some("the guest asked before tracking".to_owned()),
@@ -62,6 +62,7 @@ impl Laws {
             SourceAction::Harvest | SourceAction::Pause | SourceAction::Save if guest.session.is_some() => {
                 Some(format!("{action:?} while a session is open"))
             }
+            SourceAction::Save if !done.contains(&Step::Pause) => Some("state saved without a pause".to_owned()),
             _ => None,
         }
     }

@@ -174,7 +174,13 @@ impl Pair {
         }
         let silent = self.mishaps.silence.is_some_and(|from| self.steps >= from);
         // What is said after the session's end may come very late: in a later round, or at the pause.
-        let speaks = self.guest.has_to_say() && (self.guest.session.is_some() || self.rng.one_in(12));
+        let pausing = match self.source_work.front() {
+            Some(SourceAction::Pause) => true,
+            Some(SourceAction::Harvest) => self.done.last() == Some(&Step::Pause),
+            _ => false,
+        };
+        let late = pausing || self.rng.one_in(150);
+        let speaks = self.guest.has_to_say() && (self.guest.session.is_some() || late);
         let mut may: Vec<u64> = Vec::new();
         if !silent {
             may.extend(std::iter::repeat_n(0, 2 * usize::from(!self.to_destination.is_empty())));
@@ -189,7 +195,10 @@ impl Pair {
             3,
             2 * usize::from(!self.destination_work.is_empty()),
         ));
-        may.extend(std::iter::repeat_n(4, usize::from(speaks)));
+        may.extend(std::iter::repeat_n(
+            4,
+            usize::from(speaks) * if pausing { 40 } else { 1 },
+        ));
         let idle = may.is_empty();
         if self.guest.running && self.guest.make.writes > 0 {
             may.extend(std::iter::repeat_n(5, self.setup.writes_weight));
@@ -315,8 +324,10 @@ impl Pair {
             return;
         };
         let step = laws::step_of(&action);
-        let breach = self.laws.source_action(&action, &self.guest);
-        self.breaches.extend(breach);
+        if !self.failed_steps.contains(&Step::EndHints) {
+            let breach = self.laws.source_action(&action, &self.guest, &self.done);
+            self.breaches.extend(breach);
+        }
         self.done.push(step);
         let fails = self.mishaps.source_action == Some(self.source_actions);
         self.source_actions += 1;

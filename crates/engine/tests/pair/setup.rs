@@ -18,6 +18,8 @@ pub struct Setup {
     /// How eager the guest is to write, against everything else.
     pub writes_weight: usize,
     pub refusals: Vec<String>,
+    /// Whether the executor holds a stream's failure back until it has heard what the peer said last.
+    pub holds: bool,
     pub fault: Option<Fault>,
 }
 
@@ -35,6 +37,8 @@ impl Setup {
                 finishes: true,
                 can_ask: true,
                 stats: true,
+                torn: false,
+                holds_back: false,
                 writes: 200,
             },
             source: SourceConfig {
@@ -51,6 +55,7 @@ impl Setup {
             },
             writes_weight: 1,
             refusals: Vec::new(),
+            holds: true,
             fault: None,
         }
     }
@@ -74,6 +79,9 @@ impl Setup {
         setup.guest.poison = rng.one_in(3);
         setup.guest.finishes = !rng.one_in(5);
         setup.guest.can_ask = !rng.one_in(8);
+        setup.holds = rng.one_in(2);
+        setup.guest.holds_back = rng.one_in(2);
+        setup.guest.torn = rng.one_in(3);
         setup.guest.stats = !rng.one_in(3);
         setup.guest.writes = rng.below(400);
         let mut skip = || !rng.one_in(5);
