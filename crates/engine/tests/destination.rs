@@ -476,3 +476,16 @@ fn a_silent_source_is_dead_after_a_while_and_a_slow_preparation_is_not_silence()
     hand.gave_up("no sign of life from the source for 10 s");
     assert!(hand.messages.iter().filter(|m| **m == Message::Ping).count() >= 9);
 }
+
+#[test]
+fn a_ready_that_was_queued_and_not_handed_out_is_taken_back() {
+    let mut hand = Hand::received(false);
+    hand.hears(Message::StateEnd { sections: 0 });
+    hand.destination.handle(DestinationEvent::Restored, hand.now);
+    hand.on(DestinationEvent::Cancel);
+    assert!(!hand.messages.contains(&Message::Ready { verified: false }));
+    assert!(matches!(
+        hand.messages.last(),
+        Some(Message::Abort { cancelled: true, .. })
+    ));
+}
