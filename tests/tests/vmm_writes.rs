@@ -28,7 +28,10 @@ impl Machine for Devices {
             kind: "device-only".to_owned(),
             layout: self.layout.clone(),
             vcpus: 1,
-            balloon: BalloonConfig { dialect: "off".to_owned(), features: 0 },
+            balloon: BalloonConfig {
+                dialect: "off".to_owned(),
+                features: 0,
+            },
             extra: Default::default(),
         }
     }
@@ -85,7 +88,12 @@ fn guest(layout: &Layout, device_tells: Option<bool>) -> (Guest, Arc<GuestMemory
         }
         device(Arc::clone(&ram), tells.then(|| tracker.marker()), Arc::clone(&stop))
     });
-    let machine = Box::new(Devices { layout: layout.clone(), running: device.is_some(), stop, device });
+    let machine = Box::new(Devices {
+        layout: layout.clone(),
+        running: device.is_some(),
+        stop,
+        device,
+    });
     let guest = Guest {
         ram: Arc::clone(&ram) as Arc<dyn machine::GuestRam>,
         tracker: Box::new(tracker),
@@ -100,7 +108,10 @@ fn migrate(device_tells: bool) -> (Finished, Finished, Arc<GuestMemory>, Option<
     let (guest, ram) = guest(&layout, Some(device_tells));
     let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap()).unwrap();
     let address = listener.local_address().clone();
-    let options = SendOptions { max_bandwidth: Some(200 << 20), ..verified() };
+    let options = SendOptions {
+        max_bandwidth: Some(200 << 20),
+        ..verified()
+    };
     let (source, destination, there) = block_on(async {
         let there = Arc::new(std::sync::Mutex::new(None));
         let slot = Arc::clone(&there);
@@ -139,6 +150,9 @@ fn planted_forgetting_the_vmms_own_writes_is_caught() {
     assert_eq!(source.outcome.ending, Ending::Failed, "a lost write went unnoticed");
     assert!(error.contains("verif"), "{error}");
     assert_eq!(source.outcome.report.verified, Some(false));
-    assert!(source.guest.is_some_and(|guest| guest.machine.is_running()), "the guest is the source's again");
+    assert!(
+        source.guest.is_some_and(|guest| guest.machine.is_running()),
+        "the guest is the source's again"
+    );
     assert!(destination.guest.is_none());
 }

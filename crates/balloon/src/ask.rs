@@ -87,6 +87,19 @@ impl<M: GuestAddressSpace> Balloon<M> {
         }
     }
 
+    /// Ends session `session`, but leaves the guest's blocks with it; see [`machine::FreePages::hold`]. In the `bitmap`
+    /// dialect, whose guest hands nothing over, the same as [`Balloon::end`].
+    pub fn hold(&mut self, session: u32) {
+        match &mut self.asking {
+            Asking::Hints(hints) if hints.session() == Some(session) => {
+                hints.hold();
+                self.config_changed();
+            }
+            Asking::Hints(_) => {}
+            Asking::Misc(_) => self.end(session),
+        }
+    }
+
     /// Ends whatever session is open. The guest is told that it may have its pages back.
     pub(crate) fn end_open(&mut self) {
         if self.asking.session().is_none() {

@@ -60,6 +60,12 @@ impl Outlet {
         }
     }
 
+    /// Drops what was not handed over, and says nothing from here on.
+    pub(crate) fn close(&mut self) {
+        self.batch.clear();
+        self.finished = true;
+    }
+
     /// Says the last word; once only.
     pub(crate) fn finish(&mut self) {
         self.flush();

@@ -69,6 +69,11 @@ impl<M: GuestAddressSpace + Send> FreePages for SharedBalloon<M> {
         Ok(())
     }
 
+    fn hold(&mut self, session: u32) -> machine::Result<()> {
+        self.lock().hold(session);
+        Ok(())
+    }
+
     fn counts(&self) -> AnswerCounts {
         self.lock().answer_counts()
     }

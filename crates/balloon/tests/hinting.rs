@@ -261,3 +261,26 @@ fn a_guest_that_vanishes_finishes_its_session_and_done_is_still_owed() {
     rig.device.lock().reset();
     assert_eq!(answers.take(), []);
 }
+
+/// A guest that poisons what it frees is left without its blocks until the pause: STOP first, DONE later.
+#[test]
+fn case_34_a_held_session_publishes_stop_and_done_follows() {
+    let (mut rig, answers) = rig();
+    let id = start(&mut rig, &answers, 7);
+    rig.send(HINTS, &[(8 << 20, 4 << 20, true)]);
+    answers.take();
+    rig.device.hold(7).unwrap();
+    assert_eq!((rig.config_u32(8), rig.irqs.configs()), (STOP, 2));
+    // What was on its way is late, and nobody hears of it.
+    rig.send(HINTS, &[(16 << 20, 4 << 20, true)]);
+    rig.command(HINTS, STOP);
+    assert_eq!((answers.take(), rig.device.counts().late), (vec![], 2));
+    assert!(rig.device.can_ask().unwrap_err().contains("session 7"));
+    rig.device.end(7).unwrap();
+    assert_eq!((rig.config_u32(8), rig.irqs.configs()), (DONE, 3));
+    // Whoever saves the device meanwhile finds DONE too; and a next session has a fresh id.
+    assert_ne!(start(&mut rig, &answers, 8), id);
+    rig.device.hold(8).unwrap();
+    rig.device.lock().save();
+    assert_eq!(rig.config_u32(8), DONE);
+}

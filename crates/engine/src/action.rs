@@ -96,6 +96,8 @@ pub enum SourceAction {
     EndHints {
         /// Which.
         session: u32,
+        /// Whether the guest has to wait for its pages until the session is ended once more, without this.
+        hold: bool,
     },
     /// Hand a chunk to a stream. -> `Sent`, later; chunks of a stream are sent in the order given
     Send {

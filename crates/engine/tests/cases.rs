@@ -312,7 +312,7 @@ fn a_guest_that_zeroes_what_it_hands_over_is_asked_no_longer() {
 }
 
 #[test]
-fn poison_is_filled_and_costs_no_content() {
+fn case_34_poison_is_filled_costs_no_content_and_is_not_written_by_us_asking() {
     let mut setup = quiet(34, Layout::flat(2000).unwrap());
     setup.guest.poison = true;
     let mut pair = Pair::new(setup);

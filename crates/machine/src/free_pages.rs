@@ -70,6 +70,12 @@ pub trait FreePages: Send {
     /// guest that it may have its pages back (DONE).
     fn end(&mut self, session: u32) -> Result<()>;
 
+    /// Ends the session as [`FreePages::end`] does, but leaves the guest without the pages that it handed over until
+    /// `end` is called: for a guest that writes pages as it frees them (poison), which would make all of them dirty.
+    fn hold(&mut self, session: u32) -> Result<()> {
+        self.end(session)
+    }
+
     /// Counts since the last `begin`.
     fn counts(&self) -> AnswerCounts;
 }

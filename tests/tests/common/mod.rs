@@ -28,9 +28,15 @@ impl Moved {
         assert_eq!(d.error, None, "destination");
         assert!(s.report.pages.adds_up(), "{:?}", s.report.pages);
         let fates = |p: &engine::PagesReport| (p.total, p.sent, p.zero, p.hole, p.hinted, p.ballooned, p.filled);
-        assert_eq!(fates(&s.report.pages), fates(&d.report.pages), "the sides tell different fates");
+        assert_eq!(
+            fates(&s.report.pages),
+            fates(&d.report.pages),
+            "the sides tell different fates"
+        );
         let guest = self.arrived.as_ref().expect("a guest arrived");
-        let check = guest.self_check().unwrap_or_else(|e| panic!("the guest is not whole: {e}"));
+        let check = guest
+            .self_check()
+            .unwrap_or_else(|e| panic!("the guest is not whole: {e}"));
         let ticks = guest.run_for(Duration::from_millis(50)).expect("the guest goes on");
         assert!(ticks > 0, "the guest's clock stands still");
         guest.self_check().expect("the guest stays whole");
@@ -45,13 +51,26 @@ pub fn guest_of(soft: &SoftGuest) -> Guest {
 
 pub fn guest_with(soft: &SoftGuest, tracker: Box<dyn DirtyTracker>) -> Guest {
     let parts = soft.parts();
-    Guest { ram: parts.ram, tracker, free_pages: parts.free_pages, machine: parts.machine }
+    Guest {
+        ram: parts.ram,
+        tracker,
+        free_pages: parts.free_pages,
+        machine: parts.machine,
+    }
 }
 
 /// No test takes so long unless it hangs.
 pub fn block_on<T>(future: impl std::future::Future<Output = T>) -> T {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-    runtime.block_on(async { tokio::time::timeout(Duration::from_secs(120), future).await.expect("the test hangs") })
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .unwrap();
+    runtime.block_on(async {
+        tokio::time::timeout(Duration::from_secs(120), future)
+            .await
+            .expect("the test hangs")
+    })
 }
 
 /// Sends `guest` over loopback to a receiver that builds a soft guest from the source's word alone; `tamper` may break
@@ -75,7 +94,11 @@ pub async fn migrate(guest: Guest, options: SendOptions) -> Moved {
     let sending = Migration::send(guest, &address, options);
     let (source, destination) = tokio::join!(sending.finish(), receiving.finish());
     let arrived = arrived.lock().unwrap().take();
-    Moved { source, destination, arrived }
+    Moved {
+        source,
+        destination,
+        arrived,
+    }
 }
 
 pub fn start(config: GuestConfig) -> SoftGuest {

@@ -11,6 +11,8 @@
 //!                      +-------------------+---------------+------------> (none)
 //! ```
 //!
+//! `hold` publishes STOP in place of DONE and goes to Stopped from anywhere; `end` follows later.
+//!
 //! Invariants: direction tells commands from blocks, length does not. An id is good for one session: a start that is
 //! replayed, an id of an earlier session, and blocks in any state but Sending are late, counted and ignored.
 
@@ -109,6 +111,16 @@ impl Hinting {
     pub(crate) fn end(&mut self) {
         if self.open.take().is_some() {
             self.published = DONE;
+        }
+    }
+
+    /// Publishes STOP: the guest says no more, and keeps what it handed over until DONE. The caller raises the
+    /// configuration interrupt. Answers not handed over yet are dropped, and none follow.
+    pub(crate) fn hold(&mut self) {
+        if let Some(open) = &mut self.open {
+            self.published = STOP;
+            open.phase = Phase::Stopped;
+            open.outlet.close();
         }
     }
 

@@ -64,7 +64,7 @@ impl Source {
         }
         self.hints.open = None;
         if let Some(session) = self.done.session.filter(|_| !self.planted.has(Fault::ForgetEndHints)) {
-            self.push(SourceAction::EndHints { session });
+            self.push(SourceAction::EndHints { session, hold: false });
         }
         self.undo = Some(Undo {
             ending,

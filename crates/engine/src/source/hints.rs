@@ -85,7 +85,10 @@ impl Source {
         self.timers.clear(Timer::Hints);
         self.hints.ended_at = Some(self.now);
         if !self.planted.has(Fault::ForgetEndHints) {
-            self.push(SourceAction::EndHints { session });
+            // A guest that poisons what it frees would write every page that it handed over, now that writes are
+            // tracked. It gets them back at the destination, or when this fails.
+            let hold = self.hints.poison.is_some();
+            self.push(SourceAction::EndHints { session, hold });
         }
         self.rounds.open_gate();
         if self.hints.poison.is_some() {

@@ -273,7 +273,7 @@ impl Source {
             SourceAction::StartTracking => self.done.tracking = true,
             SourceAction::StopTracking => self.done.tracking = false,
             SourceAction::BeginHints { session } => self.done.session = Some(*session),
-            SourceAction::EndHints { .. } => self.done.session = None,
+            SourceAction::EndHints { hold: false, .. } => self.done.session = None,
             SourceAction::Pause => self.done.paused = true,
             SourceAction::Resume => self.done.paused = false,
             _ => {}

@@ -472,6 +472,10 @@ impl Source {
         if self.switchover.harvest_is_last {
             // The machine is saved while the last pages are under way.
             self.begin_next_round(true);
+            // DONE is part of the state that is saved: the destination's guest has to find it.
+            if let Some(session) = self.done.session {
+                self.push(SourceAction::EndHints { session, hold: false });
+            }
             self.push(SourceAction::Save);
         } else {
             self.decide();

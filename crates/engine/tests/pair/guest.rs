@@ -51,6 +51,8 @@ pub struct Guest {
     /// Whether the log had all of `written` when tracking was turned off.
     pub whole_at_stop: Option<bool>,
     pub session: Option<u32>,
+    /// Whether it waits for the pages that it handed over.
+    pub waits: bool,
     pub sessions: Vec<u32>,
     pub ballooned: Option<PageSet>,
     present: PageSet,
@@ -102,6 +104,7 @@ impl Guest {
             tracking: false,
             whole_at_stop: None,
             session: None,
+            waits: false,
             sessions: Vec::new(),
             present,
             version,
@@ -199,6 +202,7 @@ impl Guest {
     /// The guest will look at its free pages, window by window, and say what it saw some time later.
     pub fn begin(&mut self, session: u32, rng: &mut Rng) {
         self.session = Some(session);
+        self.waits = true;
         self.sessions.push(session);
         for region in self.make.layout.regions() {
             let mut rest = *region;
@@ -262,7 +266,16 @@ impl Guest {
         self.sessions.clear();
     }
 
-    pub fn end(&mut self) {
+    /// A guest that poisons what it frees writes all that it handed over, once it has it back.
+    pub fn end(&mut self, hold: bool) {
+        if self.waits && !hold && self.make.poison && self.running {
+            for i in std::mem::take(&mut self.seen_free) {
+                if self.free[i] {
+                    self.put(i, POISON);
+                }
+            }
+        }
+        self.waits = hold;
         self.said.append(&mut self.held);
         self.session = None;
         self.looks.clear();

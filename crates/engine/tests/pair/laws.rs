@@ -62,6 +62,7 @@ impl Laws {
             SourceAction::Harvest | SourceAction::Pause | SourceAction::Save if guest.session.is_some() => {
                 Some(format!("{action:?} while a session is open"))
             }
+            SourceAction::Save if guest.waits => Some("state saved while the guest waits for its pages".to_owned()),
             SourceAction::Save if !done.contains(&Step::Pause) => Some("state saved without a pause".to_owned()),
             _ => None,
         }
@@ -162,6 +163,9 @@ impl Pair {
         }
         if self.guest.session.is_some() && !failed(Step::EndHints) {
             return Some("a session is left open".to_owned());
+        }
+        if self.guest.waits && !failed(Step::EndHints) && !failed(Step::BeginHints) {
+            return Some("the guest still waits for the pages that it handed over".to_owned());
         }
         if self.guest.whole_at_stop == Some(false) && !failed(Step::GiveBack) {
             return Some("harvested pages were not given back".to_owned());

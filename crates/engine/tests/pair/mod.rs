@@ -348,8 +348,8 @@ impl Pair {
                 SourceEvent::HintsBegun
             }
             SourceAction::Peek(range) => SourceEvent::Peeked(guest.peek(range)),
-            SourceAction::EndHints { .. } => {
-                guest.end();
+            SourceAction::EndHints { hold, .. } => {
+                guest.end(hold);
                 SourceEvent::HintsEnded(AnswerCounts {
                     answers: 7,
                     late: 0,

@@ -101,8 +101,11 @@ impl Source {
                 range,
                 written: at(step, guest.tracker.peek(range))?,
             }),
-            SourceAction::EndHints { session } => {
-                let ended = guest.free_pages.end(session);
+            SourceAction::EndHints { session, hold } => {
+                let ended = match hold {
+                    true => guest.free_pages.hold(session),
+                    false => guest.free_pages.end(session),
+                };
                 self.answers.close();
                 at(step, ended)?;
                 let mut counts = guest.free_pages.counts();
