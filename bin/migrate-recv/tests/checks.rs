@@ -26,8 +26,7 @@ fn a_port_that_is_taken_is_named() {
 fn nonsense_is_a_usage_error() {
     let folder = tempfile::tempdir().unwrap();
     for (arguments, word) in [
-        (&["--prealloc"][..], "--max-memory"),
-        (&["--control", "/run/guest"], "--control"),
+        (&["--control", "/run/guest"][..], "--control"),
         (&["--after", "sleep"], "'sleep'"),
         (&["--max-memory", "5000"], "5000"),
     ] {

@@ -51,10 +51,10 @@ pub struct RecvFlags {
     /// Rebuild RAM in this file in place of anonymous memory
     #[arg(long, value_name = "FILE")]
     pub ram: Option<PathBuf>,
-    /// Populate --max-memory bytes of guest memory before a source comes
+    /// Populate guest memory before a source comes: --max-memory of it, or 8G
     #[arg(long)]
     pub prealloc: bool,
-    /// The most RAM that a guest may have [default: the memory that the host has available]
+    /// The most RAM that a guest may have [default: as much as fits; what stays untouched takes none]
     #[arg(long, value_name = "SIZE")]
     pub max_memory: Option<Size>,
     /// What to do with the guest once it is here
@@ -89,11 +89,8 @@ impl RecvFlags {
         if self.after == After::Exit && self.ram.is_none() {
             tracing::warn!("--after exit without --ram FILE: nothing will be left of the guest");
         }
-        match (self.prealloc, self.max_memory) {
-            (true, None) => Err(Error::Usage(
-                "--prealloc populates as much memory as --max-memory says: give both".to_owned(),
-            )),
-            (_, Some(Size(bytes))) if bytes == 0 || !bytes.is_multiple_of(PAGE_BYTES) => Err(Error::Usage(format!(
+        match self.max_memory {
+            Some(Size(bytes)) if bytes == 0 || !bytes.is_multiple_of(PAGE_BYTES) => Err(Error::Usage(format!(
                 "--max-memory: {bytes} bytes are not a whole number of 4 KiB pages above 0"
             ))),
             _ => Ok(()),
@@ -131,7 +128,6 @@ mod tests {
     #[test]
     fn nonsense_is_refused_by_name() {
         for (line, word) in [
-            ("--prealloc", "--max-memory"),
             ("--max-memory 1", "1 bytes"),
             ("--control /run/guest", "--control"),
             ("--peer-timeout 0", "--peer-timeout"),

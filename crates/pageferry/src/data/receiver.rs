@@ -4,7 +4,7 @@
 //! end: a batch of a round that is not open (see [`Gate`]) ends the migration, so no peer can write into a guest whose
 //! RAM was digested or that runs.
 
-use super::broken;
+use super::{Headroom, broken};
 use crate::transport::Closer;
 use engine::{DestinationEvent, ReceivedRun, Step};
 use machine::GuestRam;
@@ -55,6 +55,7 @@ pub(crate) struct Receiver {
     pub(crate) socket: Socket,
     pub(crate) ram: Arc<dyn GuestRam>,
     pub(crate) memory_is_zero: bool,
+    pub(crate) headroom: Headroom,
     pub(crate) gate: Arc<Gate>,
     pub(crate) closer: Arc<Closer>,
     pub(crate) events: mpsc::Sender<DestinationEvent>,
@@ -80,6 +81,7 @@ impl Receiver {
         let wrong = |e: wire::Error| (Step::Receive, format!("data stream {stream}: {e}"));
         let mut order = StreamOrder::new(stream);
         let (mut table, mut runs, mut data) = (Vec::new(), Vec::new(), Vec::new());
+        let mut headroom = self.headroom;
         while let Some(header) = self.read_header().map_err(lost)? {
             order.expect(&header).map_err(wrong)?;
             // A source may lose its streams after the last round; it may not use them for more pages.
@@ -95,6 +97,7 @@ impl Receiver {
                 table.resize(header.table_bytes(), 0);
                 self.read_exact(&mut table).map_err(lost)?;
                 batch::decode_runs(&header, &table, self.ram.layout(), &mut runs).map_err(wrong)?;
+                headroom.take(written_bytes(&runs)).map_err(lost)?;
                 self.take(&header, &runs, &mut data).map_err(lost)?;
                 received(&header, &runs)
             };
@@ -177,6 +180,12 @@ impl Receiver {
     fn cut_off(&self) -> String {
         format!("the source closed data stream {} in the middle of a batch", self.stream)
     }
+}
+
+/// Bytes of guest memory that a batch fills.
+fn written_bytes(runs: &[Run]) -> u64 {
+    let fills = runs.iter().filter(|run| run.kind != RunKind::Zero);
+    fills.fold(0, |sum: u64, run| sum.saturating_add(run.range.bytes()))
 }
 
 fn received(header: &BatchHeader, runs: &[Run]) -> DestinationEvent {

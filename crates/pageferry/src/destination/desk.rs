@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
-use wire::{ConnectionRole, Message, Preamble, PreambleReply, SessionId, frame};
+use wire::{AbortCause, ConnectionRole, Message, Preamble, PreambleReply, SessionId, frame};
 
 /// The most connections that have not said who they are.
 const MAX_STRANGERS: usize = 128;
@@ -201,7 +201,7 @@ async fn introduce(socket: AsyncSocket) -> Result<Arrival, String> {
             Err(Incoming::Malformed(reason)) => {
                 let abort = Message::Abort {
                     reason: format!("the first message: {reason}"),
-                    cancelled: false,
+                    cause: AbortCause::Failed,
                 };
                 last_words(&socket, &abort).await;
                 Err(format!("a source's first message: {reason}"))

@@ -2,7 +2,7 @@
 
 use super::desk::{Arrival, Arrived, DataConnection, Desk, turn_away};
 use crate::control::{Control, Incoming};
-use crate::data::{Gate, Receiver};
+use crate::data::{Gate, Headroom, Receiver};
 use crate::handle::Watch;
 use crate::pulse::{Held, Pulse};
 use crate::transport::Closer;
@@ -212,6 +212,7 @@ impl<'a> Session<'a> {
             socket,
             ram: Arc::clone(ram),
             memory_is_zero: self.options.destination.memory_is_zero,
+            headroom: Headroom::new(if self.options.populated { 0 } else { self.options.host_reserve_bytes }),
             gate: Arc::clone(&self.gate),
             closer: Arc::clone(&self.closer),
             events: self.out.clone(),
