@@ -219,8 +219,8 @@ fn case_13_a_guest_that_is_too_fast_obeys_the_time_out() {
     let limits = ["--max-bandwidth", "64Mbit", "--timeout", "2s"];
     let (sent, received) = run(&[], &with(&[&fast, &limits]));
     sent.expect(6).unharmed();
-    // The wire tells a receiver that the source gave up, and why in words; only a cancel is told apart.
-    received.expect(4).says("time-out of 2 s");
+    // The receiver is told the cause, and ends in the same way.
+    received.expect(6).says("time-out of 2 s");
     let (sent, received) = run(&[], &with(&[&fast, &limits, &["--on-timeout", "stop"]]));
     sent.expect(0);
     received.expect(0);

@@ -5,7 +5,7 @@
 use crate::{Ending, Step};
 use std::fmt;
 use std::time::Duration;
-use wire::{MAX_REASON_BYTES, Message};
+use wire::{AbortCause, MAX_REASON_BYTES, Message};
 
 /// How a destination's word on unequal digests begins, so that the source can report `verified: false`.
 pub(crate) const VERIFY_FAILED: &str = "verification failed";
@@ -24,7 +24,7 @@ pub(crate) enum Error {
     Aborted {
         peer: &'static str,
         reason: String,
-        cancelled: bool,
+        cause: AbortCause,
     },
     /// The receiver took `Commit` and could not run the guest.
     #[error("the receiver could not run the guest: {0}")]
@@ -70,9 +70,21 @@ impl Error {
     pub(crate) fn ending(&self) -> Ending {
         match self {
             Error::Refused(_) | Error::RefusedHere(_) => Ending::Refused,
-            Error::Cancelled | Error::Aborted { cancelled: true, .. } => Ending::Cancelled,
-            Error::TimedOut(_) => Ending::TimedOut,
-            _ => Ending::Failed,
+            _ => match self.cause() {
+                AbortCause::Failed => Ending::Failed,
+                AbortCause::Cancelled => Ending::Cancelled,
+                AbortCause::TimedOut => Ending::TimedOut,
+            },
+        }
+    }
+
+    /// What kind of reason it is, as the peer is told; one that the peer gave is passed on.
+    pub(crate) fn cause(&self) -> AbortCause {
+        match self {
+            Error::Aborted { cause, .. } => *cause,
+            Error::Cancelled => AbortCause::Cancelled,
+            Error::TimedOut(_) | Error::Silent { .. } => AbortCause::TimedOut,
+            _ => AbortCause::Failed,
         }
     }
 
@@ -170,21 +182,20 @@ mod tests {
 
     #[test]
     fn endings_follow_the_cause() {
-        let abort = |cancelled| Error::Aborted {
+        let abort = |cause| Error::Aborted {
             peer: "receiver",
             reason: "x".to_owned(),
-            cancelled,
+            cause,
         };
-        assert_eq!(abort(true).ending(), Ending::Cancelled);
-        assert_eq!(abort(false).ending(), Ending::Failed);
+        assert_eq!(abort(AbortCause::Cancelled).ending(), Ending::Cancelled);
+        assert_eq!(abort(AbortCause::Failed).ending(), Ending::Failed);
+        assert_eq!(abort(AbortCause::TimedOut).ending(), Ending::TimedOut);
         assert_eq!(Error::TimedOut(Duration::from_secs(3)).ending(), Ending::TimedOut);
-        assert_eq!(
-            Error::Silent {
-                peer: "source",
-                after: Duration::from_secs(10)
-            }
-            .to_string(),
-            "no sign of life from the source for 10 s"
-        );
+        let silent = Error::Silent {
+            peer: "source",
+            after: Duration::from_secs(10),
+        };
+        assert_eq!(silent.ending(), Ending::TimedOut);
+        assert_eq!(silent.to_string(), "no sign of life from the source for 10 s");
     }
 }

@@ -9,7 +9,7 @@ use machine::{BalloonConfig, MachineConfig, Section};
 use pages::{Layout, PageRange, Pfn};
 use std::sync::Arc;
 use std::time::Duration;
-use wire::{Commit, Digests, Hello, Message, Skip, SkipReason};
+use wire::{AbortCause, Commit, Digests, Hello, Message, Skip, SkipReason};
 
 struct Hand {
     destination: Destination,
@@ -138,11 +138,15 @@ impl Hand {
 
     /// It gave up, told the source why, and threw its copy away.
     fn gave_up(&self, because: &str) {
+        self.ended(because, Ending::Failed, AbortCause::Failed);
+    }
+
+    fn ended(&self, because: &str, ending: Ending, cause: AbortCause) {
         let outcome = self
             .end
             .as_ref()
             .unwrap_or_else(|| panic!("it goes on; it should not: {because}"));
-        assert_eq!(outcome.ending, Ending::Failed);
+        assert_eq!(outcome.ending, ending);
         let error = outcome.error.as_deref().unwrap();
         assert!(error.contains(because), "{error}");
         assert!(self.discarded && !self.steps.contains(&Step::Resume));
@@ -150,7 +154,7 @@ impl Hand {
             self.messages.last(),
             Some(&Message::Abort {
                 reason: error.to_owned(),
-                cancelled: false
+                cause
             })
         );
     }
@@ -368,7 +372,7 @@ fn it_runs_on_commit_and_reports_the_sources_times_and_its_own() {
     .on(DestinationEvent::Cancel);
     hand.hears(Message::Abort {
         reason: String::new(),
-        cancelled: false,
+        cause: AbortCause::Failed,
     });
     hand.on(DestinationEvent::Failed {
         step: Step::Receive,
@@ -411,7 +415,7 @@ fn case_14_an_abort_or_a_lost_source_ends_it_at_once_and_nothing_runs() {
         |h| {
             h.hears(Message::Abort {
                 reason: "no".to_owned(),
-                cancelled: true,
+                cause: AbortCause::Cancelled,
             })
         },
         |h| {
@@ -473,7 +477,8 @@ fn a_silent_source_is_dead_after_a_while_and_a_slow_preparation_is_not_silence()
         hand.destination.handle_timeout(hand.now);
         hand.poll();
     }
-    hand.gave_up("no sign of life from the source for 10 s");
+    let silent = "no sign of life from the source for 10 s";
+    hand.ended(silent, Ending::TimedOut, AbortCause::TimedOut);
     assert!(hand.messages.iter().filter(|m| **m == Message::Ping).count() >= 9);
 }
 
@@ -486,6 +491,9 @@ fn a_ready_that_was_queued_and_not_handed_out_is_taken_back() {
     assert!(!hand.messages.contains(&Message::Ready { verified: false }));
     assert!(matches!(
         hand.messages.last(),
-        Some(Message::Abort { cancelled: true, .. })
+        Some(Message::Abort {
+            cause: AbortCause::Cancelled,
+            ..
+        })
     ));
 }

@@ -246,15 +246,15 @@ fn silence_from_every_step_on_ends_both_sides() {
             );
             let (source, destination) = pair.ends();
             assert!(
-                matches!(source, Some(Ending::Failed | Ending::Unknown | Ending::Completed)),
+                matches!(source, Some(Ending::TimedOut | Ending::Unknown | Ending::Completed)),
                 "{source:?}"
             );
-            if source == Some(Ending::Failed) {
+            if source == Some(Ending::TimedOut) {
                 assert!(
                     pair.source_error()
                         .contains("no sign of life from the receiver for 2 s")
                 );
-                assert_eq!(destination, Some(Ending::Failed));
+                assert_eq!(destination, Some(Ending::TimedOut));
             }
         }
     }

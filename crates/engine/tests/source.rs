@@ -8,7 +8,7 @@ use machine::{Answer, AnswerCounts, BalloonConfig, MachineConfig, MachineState};
 use pages::{Layout, PageRange, PageSet, Pfn};
 use std::sync::Arc;
 use std::time::Duration;
-use wire::{Accept, Message, NotRunning, Running};
+use wire::{AbortCause, Accept, Message, NotRunning, Running};
 
 struct Hand {
     source: Source,
@@ -309,7 +309,13 @@ fn pages_harvested_before_a_failure_are_given_back_even_those_under_way() {
     hand.on(SourceEvent::Cancel).on(SourceEvent::Cancel);
     assert!(hand.steps().is_empty());
     assert!(
-        matches!(hand.messages.last(), Some(Message::Abort { cancelled: true, .. })),
+        matches!(
+            hand.messages.last(),
+            Some(Message::Abort {
+                cause: AbortCause::Cancelled,
+                ..
+            })
+        ),
         "told at once"
     );
     hand.on(SourceEvent::Harvested(hand.set(&[r(40, 1)])));
@@ -367,7 +373,7 @@ fn after_commit_no_answer_of_any_kind_means_unknown_and_paused() {
         // A late answer changes nothing any more.
         hand.hears(Message::Abort {
             reason: String::new(),
-            cancelled: false,
+            cause: AbortCause::Failed,
         });
         let steps = hand.undo();
         assert!(
@@ -390,9 +396,18 @@ fn after_commit_the_receivers_word_that_it_will_not_run_gives_the_guest_back() {
     });
     let crossing = Message::Abort {
         reason: "cancelled".to_owned(),
-        cancelled: true,
+        cause: AbortCause::Cancelled,
     };
-    for (message, ending) in [(not_running, Ending::Failed), (crossing, Ending::Cancelled)] {
+    let late = Message::Abort {
+        reason: "no sign of life from the source for 10 s".to_owned(),
+        cause: AbortCause::TimedOut,
+    };
+    let rows = [
+        (not_running, Ending::Failed),
+        (crossing, Ending::Cancelled),
+        (late, Ending::TimedOut),
+    ];
+    for (message, ending) in rows {
         let mut hand = Hand::committed();
         hand.hears(message);
         assert_eq!(hand.undo(), [Step::GiveBack, Step::StopTracking, Step::Resume]);
@@ -444,7 +459,10 @@ fn messages_out_of_order_are_refused_by_name() {
         assert!(hand.error().contains(&format!("sent {name} ")), "{}", hand.error());
         assert!(matches!(
             hand.messages.last(),
-            Some(Message::Abort { cancelled: false, .. })
+            Some(Message::Abort {
+                cause: AbortCause::Failed,
+                ..
+            })
         ));
     }
     let mut hand = Hand::asking(config(), 64, false);
@@ -496,7 +514,7 @@ fn unequal_digests_are_reported_as_such() {
     let reason = "verification failed: the digests of pages 0x0..0x40 differ".to_owned();
     hand.hears(Message::Abort {
         reason,
-        cancelled: false,
+        cause: AbortCause::Failed,
     });
     hand.undo();
     assert_eq!(hand.end.as_ref().unwrap().report.verified, Some(false));
@@ -520,6 +538,14 @@ fn a_quiet_source_says_that_it_is_alive_and_wants_to_hear_the_same() {
         hand.poll();
     }
     assert_eq!(hand.error(), "no sign of life from the receiver for 10 s");
+    assert_eq!(hand.ending(), Ending::TimedOut);
+    assert!(matches!(
+        hand.messages.last(),
+        Some(Message::Abort {
+            cause: AbortCause::TimedOut,
+            ..
+        })
+    ));
 }
 
 #[test]

@@ -255,7 +255,7 @@ async fn case_14_cancel_right_after_a_round_boundary() {
         assert!(matches!(hear(&mut control), Some(Message::RoundReceived { round: 0 })));
         let abort = Message::Abort {
             reason: "the operator changed their mind".to_owned(),
-            cancelled: true,
+            cause: wire::AbortCause::Cancelled,
         };
         say(&mut control, &abort);
         // Neither connection is closed: the receiver leaves by itself.

@@ -11,7 +11,7 @@ use pages::{Layout, Pfn};
 use std::io::Write;
 use std::net::TcpStream;
 use wire::batch::{BatchBuilder, Run, RunKind, marker};
-use wire::{ConnectionRole, Message, Skip, SkipReason};
+use wire::{AbortCause, ConnectionRole, Message, Skip, SkipReason};
 
 struct Source {
     control: TcpStream,
@@ -99,7 +99,7 @@ async fn attack(name: &str, text: &str, attack: impl FnOnce(&mut Source) + Send 
         attack(&mut source);
         loop {
             match hear(&mut source.control) {
-                Some(Message::Abort { reason, cancelled }) => break (reason, cancelled),
+                Some(Message::Abort { reason, cause }) => break (reason, cause),
                 Some(_) => {}
                 None => panic!("no abort came"),
             }
@@ -109,8 +109,8 @@ async fn attack(name: &str, text: &str, attack: impl FnOnce(&mut Source) + Send 
     assert_eq!(finished.outcome.ending, Ending::Failed, "{name}");
     let error = finished.outcome.error.unwrap();
     assert!(error.contains(text), "{name}: {error}");
-    let (reason, cancelled) = guarded(source).await.unwrap_or_else(|e| panic!("{name}: {e}"));
-    assert!(!cancelled && reason.contains(text), "{name}: {reason}");
+    let (reason, cause) = guarded(source).await.unwrap_or_else(|e| panic!("{name}: {e}"));
+    assert!(cause == AbortCause::Failed && reason.contains(text), "{name}: {reason}");
     assert!(finished.guest.is_none(), "{name}");
     assert!(made.lock().unwrap().iter().all(|probe| !probe.is_running()), "{name}");
 }

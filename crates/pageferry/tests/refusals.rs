@@ -281,7 +281,7 @@ async fn a_receiver_that_says_nothing() {
     let mut options = send_options(1);
     options.source.peer_timeout = std::time::Duration::from_millis(400);
     let finished = guarded(Migration::send(guest, &address, options).finish()).await;
-    assert_eq!(finished.outcome.ending, Ending::Failed);
+    assert_eq!(finished.outcome.ending, Ending::TimedOut);
     let error = finished.outcome.error.unwrap();
     assert!(error.contains("no sign of life"), "{error}");
     probe.assert_unharmed();

@@ -35,7 +35,8 @@ pub use limits::{
     MAX_STREAMS, validate,
 };
 pub use message::{
-    Accept, Commit, Digests, Hello, MAX_REASON_BYTES, MAX_SKIP_RANGES, Message, NotRunning, Running, Skip, SkipReason,
+    AbortCause, Accept, Commit, Digests, Hello, MAX_REASON_BYTES, MAX_SKIP_RANGES, Message, NotRunning, Running, Skip,
+    SkipReason,
 };
 pub use preamble::{
     ConnectionRole, MAGIC, PREAMBLE_BYTES, Preamble, PreambleReply, REPLY_BYTES, SessionId, VERSIONS, VersionRange,

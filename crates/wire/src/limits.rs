@@ -76,9 +76,9 @@ pub(crate) fn clip(message: &Message) -> Option<Message> {
         Message::NotRunning(n) => Some(Message::NotRunning(crate::NotRunning {
             reason: clip_reason(&n.reason),
         })),
-        Message::Abort { reason, cancelled } => Some(Message::Abort {
+        Message::Abort { reason, cause } => Some(Message::Abort {
             reason: clip_reason(reason),
-            cancelled: *cancelled,
+            cause: *cause,
         }),
         _ => None,
     }
@@ -184,7 +184,7 @@ fn invalid(kind: Kind, reason: String) -> Error {
 mod tests {
     use super::*;
     use crate::frame::{Decoder, encode};
-    use crate::{NotRunning, SkipReason};
+    use crate::{AbortCause, NotRunning, SkipReason};
     use pages::{Layout, MAX_PAGES, PageRange, Pfn};
 
     fn through(message: &Message) -> Message {
@@ -251,13 +251,13 @@ mod tests {
     fn reasons_are_cut_rather_than_lost() {
         // A character of three bytes lies across the limit.
         let long = "\u{20ac}".repeat(MAX_REASON_BYTES);
-        let Message::Abort { reason, cancelled } = through(&Message::Abort {
+        let Message::Abort { reason, cause } = through(&Message::Abort {
             reason: long,
-            cancelled: true,
+            cause: AbortCause::TimedOut,
         }) else {
             panic!("another message came back");
         };
-        assert!(cancelled && reason.ends_with("\u{20ac}..."));
+        assert!(cause == AbortCause::TimedOut && reason.ends_with("\u{20ac}..."));
         assert!(
             (MAX_REASON_BYTES - 2..=MAX_REASON_BYTES).contains(&reason.len()),
             "{}",

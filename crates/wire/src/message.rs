@@ -60,8 +60,8 @@ pub enum Message {
     Abort {
         /// Why: a sentence that the other side prints.
         reason: String,
-        /// Whether somebody asked for it (an operator's cancel) rather than something failing.
-        cancelled: bool,
+        /// What kind of reason that is: the other side's migration ends in the same way.
+        cause: AbortCause,
     },
     /// Either side, when it has been silent for a while: it is alive.
     Ping,
@@ -138,6 +138,17 @@ pub struct Running {
     pub running: bool,
     /// Microseconds from `Commit`'s arrival to the guest running.
     pub after_us: u64,
+}
+
+/// See [`Message::Abort`]: what the other side's migration ends as, without reading the reason.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum AbortCause {
+    /// Something failed.
+    Failed,
+    /// Somebody asked for it: an operator's cancel.
+    Cancelled,
+    /// A time-out passed: the migration's own, or that for a sign of life from the other side.
+    TimedOut,
 }
 
 /// See [`Message::NotRunning`].

@@ -430,12 +430,12 @@ fn reasons_over_their_limits_are_refused_when_they_come_in() {
         },
         Message::Abort {
             reason: long.clone(),
-            cancelled: false,
+            cause: wire::AbortCause::Failed,
         },
         Message::NotRunning(wire::NotRunning { reason: long }),
         Message::Abort {
             reason: "\x1b]0;owned\x07".to_owned(),
-            cancelled: false,
+            cause: wire::AbortCause::Failed,
         },
     ];
     for message in bad {

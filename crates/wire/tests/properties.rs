@@ -35,6 +35,11 @@ fn any_message() -> impl Strategy<Value = Message> {
         Just(wire::SkipReason::Hinted),
         Just(wire::SkipReason::Ballooned)
     ];
+    let cause = prop_oneof![
+        Just(wire::AbortCause::Failed),
+        Just(wire::AbortCause::Cancelled),
+        Just(wire::AbortCause::TimedOut)
+    ];
     prop_oneof![
         (any_text(64), any::<u32>(), any::<[bool; 3]>(), 1u16..=64, any::<u64>()).prop_map(
             |(kind, vcpus, flags, streams, features)| {
@@ -67,7 +72,7 @@ fn any_message() -> impl Strategy<Value = Message> {
             downtime_us,
             verify_us
         })),
-        (any_text(200), any::<bool>()).prop_map(|(reason, cancelled)| Message::Abort { reason, cancelled }),
+        (any_text(200), cause).prop_map(|(reason, cause)| Message::Abort { reason, cause }),
         proptest::sample::select(messages()),
     ]
 }

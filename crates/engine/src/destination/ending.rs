@@ -20,7 +20,7 @@ impl Destination {
             let reason = plain(&error.to_string());
             self.push(DestinationAction::Transmit(Message::Abort {
                 reason,
-                cancelled: error == Error::Cancelled,
+                cause: error.cause(),
             }));
         }
         if self.made {

@@ -254,11 +254,11 @@ impl Destination {
         self.heard();
         match (self.state, message) {
             (State::Greeting, Message::Hello(hello)) => self.hello(hello),
-            (_, Message::Abort { reason, cancelled }) => {
+            (_, Message::Abort { reason, cause }) => {
                 self.fail(Error::Aborted {
                     peer: PEER,
                     reason: plain(&reason),
-                    cancelled,
+                    cause,
                 });
             }
             (State::Greeting, message) => self.unexpected(&message, "instead of Hello"),

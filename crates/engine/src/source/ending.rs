@@ -41,7 +41,7 @@ impl Source {
         let reason = error.peer_listens().then(|| plain(&error.to_string()));
         let abort = reason.map(|reason| Message::Abort {
             reason,
-            cancelled: error == Error::Cancelled,
+            cause: error.cause(),
         });
         let unequal = matches!(&error, Error::Aborted { reason, .. } if reason.starts_with(VERIFY_FAILED));
         self.undo(error.ending(), error.to_string(), true, abort, unequal);

@@ -342,11 +342,11 @@ impl Source {
         self.heard();
         match (self.state, message) {
             (_, Message::Ping) => {}
-            (_, Message::Abort { reason, cancelled }) => {
+            (_, Message::Abort { reason, cause }) => {
                 self.peer_aborted(Error::Aborted {
                     peer: PEER,
                     reason: plain(&reason),
-                    cancelled,
+                    cause,
                 });
             }
             (State::Greeting, Message::Accept(_)) => self.accepted(),

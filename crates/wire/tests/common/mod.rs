@@ -5,8 +5,8 @@ use machine::{BalloonConfig, MachineConfig, Section};
 use pages::{Layout, PageRange, Pfn};
 use std::collections::BTreeMap;
 use wire::{
-    Accept, Commit, ConnectionRole, Digests, Hello, Message, NotRunning, Preamble, Running, SessionId, Skip,
-    SkipReason, VERSIONS,
+    AbortCause, Accept, Commit, ConnectionRole, Digests, Hello, Message, NotRunning, Preamble, Running, SessionId,
+    Skip, SkipReason, VERSIONS,
 };
 
 pub fn range(start: u64, pages: u64) -> PageRange {
@@ -84,7 +84,7 @@ pub fn messages() -> Vec<Message> {
         }),
         Message::Abort {
             reason: "interrupted".to_owned(),
-            cancelled: true,
+            cause: AbortCause::TimedOut,
         },
         Message::Ping,
     ]
