@@ -357,3 +357,30 @@ fn a_dry_run_touches_nothing() {
     assert_eq!(pair.ends(), (Some(Ending::Completed), Some(Ending::Completed)));
     assert!(pair.done.is_empty() && pair.copy.discarded);
 }
+
+/// Both sides digest at the same time; whoever is slower, the other one's wait is no downtime.
+#[test]
+fn a_slow_digest_on_either_side_is_verification_and_no_downtime_for_both() {
+    for (at_source, at_destination) in [(0, 0), (0, 1300), (1300, 0), (700, 1300), (1300, 700)] {
+        for seed in 0..10 {
+            let mut setup = Setup::plain(seed, 200);
+            setup.source_digest = Duration::from_millis(at_source);
+            setup.destination_digest = Duration::from_millis(at_destination);
+            let mut pair = Pair::new(setup);
+            finish(&mut pair);
+            assert_eq!(pair.ends(), (Some(Ending::Completed), Some(Ending::Completed)));
+            let reports = [&pair.source_end, &pair.destination_end].map(|end| &end.as_ref().unwrap().report);
+            let slower = at_source.max(at_destination) as f64;
+            let [source, destination] = reports.map(|r| r.downtime_ms);
+            for report in reports {
+                let verify = report.verify_ms - slower;
+                assert!(
+                    (-5.0..5.0).contains(&verify),
+                    "{at_source}, {at_destination}: {report:?}"
+                );
+                assert!(report.downtime_ms < 20.0, "{at_source}, {at_destination}: {report:?}");
+            }
+            assert!((source - destination).abs() < 5.0, "{source} and {destination} ms");
+        }
+    }
+}

@@ -347,7 +347,13 @@ fn ready(config: DestinationConfig) -> Hand {
         .hears(Message::RoundEnd { round: 0, last: true });
     hand.hears(Message::StateEnd { sections: 0 })
         .on(DestinationEvent::Restored);
-    assert_eq!(hand.messages.last(), Some(&Message::Ready { verified: false }));
+    assert_eq!(
+        hand.messages.last(),
+        Some(&Message::Ready {
+            verified: false,
+            verify_us: 0
+        })
+    );
     assert!(!hand.steps.contains(&Step::Resume));
     hand
 }
@@ -463,9 +469,14 @@ fn a_source_that_cuts_ram_in_another_way_is_digested_its_way() {
     }));
     hand.hears(Message::StateEnd { sections: 0 });
     assert_eq!(hand.steps.last(), Some(&Step::Digest));
+    // A millisecond an event: the wait ends with the comparison, restoring is not in it.
     hand.on(DestinationEvent::Digested(vec![4, 5, 6]))
         .on(DestinationEvent::Restored);
-    assert_eq!(hand.messages.last(), Some(&Message::Ready { verified: true }));
+    let ready = Message::Ready {
+        verified: true,
+        verify_us: 1000,
+    };
+    assert_eq!(hand.messages.last(), Some(&ready));
 }
 
 #[test]
@@ -488,7 +499,10 @@ fn a_ready_that_was_queued_and_not_handed_out_is_taken_back() {
     hand.hears(Message::StateEnd { sections: 0 });
     hand.destination.handle(DestinationEvent::Restored, hand.now);
     hand.on(DestinationEvent::Cancel);
-    assert!(!hand.messages.contains(&Message::Ready { verified: false }));
+    assert!(!hand.messages.contains(&Message::Ready {
+        verified: false,
+        verify_us: 0
+    }));
     assert!(matches!(
         hand.messages.last(),
         Some(Message::Abort {

@@ -193,7 +193,10 @@ impl Hand {
         let mut hand = Hand::asking(config(), 64, false);
         hand.round_0_over();
         hand.all_received();
-        hand.hears(Message::Ready { verified: false });
+        hand.hears(Message::Ready {
+            verified: false,
+            verify_us: 0,
+        });
         assert!(matches!(hand.messages.last(), Some(Message::Commit(_))));
         hand
     }
@@ -335,8 +338,13 @@ fn a_commit_that_was_queued_and_not_handed_out_is_taken_back() {
     let mut hand = Hand::asking(config(), 64, false);
     hand.round_0_over();
     hand.all_received();
-    hand.source
-        .handle(SourceEvent::Message(Message::Ready { verified: false }), hand.now);
+    hand.source.handle(
+        SourceEvent::Message(Message::Ready {
+            verified: false,
+            verify_us: 0,
+        }),
+        hand.now,
+    );
     hand.on(SourceEvent::Cancel);
     assert!(!hand.messages.iter().any(|m| matches!(m, Message::Commit(_))));
     assert!(hand.undo().contains(&Step::Resume));
@@ -362,7 +370,10 @@ fn after_commit_no_answer_of_any_kind_means_unknown_and_paused() {
         });
     };
     let nonsense = |hand: &mut Hand| {
-        hand.hears(Message::Ready { verified: false });
+        hand.hears(Message::Ready {
+            verified: false,
+            verify_us: 0,
+        });
     };
     let ways: [fn(&mut Hand); 4] = [silence, gone, malformed, nonsense];
     for way in ways {
@@ -438,7 +449,13 @@ fn after_commit_running_completes_whatever_follows() {
 #[test]
 fn messages_out_of_order_are_refused_by_name() {
     let rows: [(Message, &str); 6] = [
-        (Message::Ready { verified: true }, "Ready"),
+        (
+            Message::Ready {
+                verified: true,
+                verify_us: 0,
+            },
+            "Ready",
+        ),
         (Message::RoundReceived { round: 0 }, "RoundReceived"),
         (Message::Accept(Accept { populated: true }), "Accept"),
         (
@@ -492,9 +509,36 @@ fn a_receiver_that_did_not_compare_is_not_believed() {
     hand.all_received();
     assert_eq!(hand.steps(), [Step::Digest]);
     hand.on(SourceEvent::Digested(vec![1]));
-    hand.hears(Message::Ready { verified: false });
+    hand.hears(Message::Ready {
+        verified: false,
+        verify_us: 0,
+    });
     assert!(hand.undo().contains(&Step::Resume));
     assert_eq!(hand.ending(), Ending::Failed);
+}
+
+/// What a receiver says of its wait is bounded by the time that passed, and counts where digests were asked for alone.
+#[test]
+fn a_receivers_wait_for_its_digest_is_believed_within_bounds() {
+    for (verify, said, verify_us) in [(true, u64::MAX, 2000), (true, 400, 1400), (false, u64::MAX, 0)] {
+        let config = SourceConfig { verify, ..config() };
+        let mut hand = Hand::asking(config, 64, false);
+        hand.round_0_over();
+        hand.all_received();
+        if verify {
+            hand.on(SourceEvent::Digested(vec![1]));
+        }
+        hand.hears(Message::Ready {
+            verified: verify,
+            verify_us: said,
+        });
+        let Some(Message::Commit(commit)) = hand.messages.last().cloned() else {
+            panic!("{:?}", hand.messages.last())
+        };
+        assert_eq!(commit.verify_us, verify_us, "{said}");
+        let paused_ms = if verify { 7 } else { 6 };
+        assert_eq!(commit.downtime_us + commit.verify_us, paused_ms * 1000);
+    }
 }
 
 #[test]
@@ -615,7 +659,11 @@ fn a_data_stream_that_ends_after_all_pages_have_arrived_is_no_failure() {
     hand.round_0_over();
     hand.all_received();
     hand.on(reset());
-    hand.hears(Message::Ready { verified: false }).on(reset());
+    hand.hears(Message::Ready {
+        verified: false,
+        verify_us: 0,
+    })
+    .on(reset());
     assert!(hand.end.is_none() && hand.steps().is_empty());
     hand.hears(Message::Running(Running {
         running: true,

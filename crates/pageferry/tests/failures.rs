@@ -68,7 +68,10 @@ fn play(mut fake: FakeReceiver, streams: usize, death: Death) {
     if matches!(death, Death::BeforeReady) {
         return fake.die();
     }
-    fake.say(&Message::Ready { verified: false });
+    fake.say(&Message::Ready {
+        verified: false,
+        verify_us: 0,
+    });
     assert!(fake.hear_until(|m| matches!(m, Message::Commit(_))).is_some());
     if matches!(death, Death::RefusesToRun) {
         let reason = "vcpu1 does not start".to_owned();

@@ -49,6 +49,9 @@ pub enum Message {
     Ready {
         /// Whether digests were compared.
         verified: bool,
+        /// Microseconds that it waited for its own digest and the comparison when all else was there (`StateEnd` had
+        /// come). They are the verification's and not the downtime's.
+        verify_us: u64,
     },
     /// Source: the guest is the destination's from here on. After this has left, the source never resumes by itself.
     Commit(Commit),
@@ -127,7 +130,7 @@ pub struct Commit {
     pub total_us: u64,
     /// Microseconds since the guest was paused, `verify_us` left out.
     pub downtime_us: u64,
-    /// Microseconds that digesting added.
+    /// Microseconds that digesting added, on both sides.
     pub verify_us: u64,
 }
 

@@ -54,14 +54,15 @@ impl Destination {
         let from_us = |us: u64| us as f64 / 1e3;
         let end = self.moments.running.unwrap_or(self.now);
         let mine = ms(end.saturating_sub(self.moments.began));
-        // The source's clock up to Commit, ours from there on: no common clock is needed.
+        // The source's clock up to Commit, ours from there on: no common clock is needed. Our wait for digests was told
+        // with Ready, and is accounted for there.
         let after = self.moments.commit.map_or(0.0, |at| ms(end.saturating_sub(at)));
         let wait = ms(self.handover.verify_wait);
         let (total, downtime, verify) = match &self.handover.commit {
             Some(c) => (
                 from_us(c.total_us) + after,
-                (from_us(c.downtime_us) + after - wait).max(0.0),
-                from_us(c.verify_us) + wait,
+                from_us(c.downtime_us) + after,
+                from_us(c.verify_us),
             ),
             None => (mine, 0.0, wait),
         };

@@ -141,6 +141,7 @@ impl Destination {
         self.state = State::Ready;
         self.transmit(Message::Ready {
             verified: self.handover.verified == Some(true),
+            verify_us: u64::try_from(self.handover.verify_wait.as_micros()).unwrap_or(u64::MAX),
         });
         if self.planted.has(Fault::ResumeBeforeCommit) {
             self.push(DestinationAction::Resume);

@@ -126,14 +126,21 @@ impl Source {
             }));
         }
         self.transmit(Message::StateEnd { sections });
+        self.moments.state_sent = Some(self.now);
         self.state = State::AwaitingReady;
     }
 
-    /// The receiver could run the guest. With `Commit` it may.
-    pub(super) fn ready(&mut self, verified: bool) {
+    /// The receiver could run the guest. With `Commit` it may. Its wait for its digest is the verification's and no
+    /// downtime; what it says of that is believed as far as so much time has passed.
+    pub(super) fn ready(&mut self, verified: bool, verify_us: u64) {
         if self.config.verify && !verified {
             let what = "Ready without having compared digests, which it was asked to".to_owned();
             return self.fail(Error::Invalid(what, PEER));
+        }
+        if self.config.verify {
+            let since = self.moments.state_sent.unwrap_or(self.now);
+            let passed = self.now.saturating_sub(since);
+            self.moments.verify += Duration::from_micros(verify_us).min(passed);
         }
         self.state = State::Committing;
         let downtime = self.downtime_until(self.now);

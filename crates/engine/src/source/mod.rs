@@ -118,6 +118,8 @@ struct Moments {
     pause: Option<Time>,
     running: Option<Time>,
     digest_began: Option<Time>,
+    state_sent: Option<Time>,
+    /// What verification added: our digest, and the receiver's wait for its own.
     verify: Duration,
 }
 
@@ -357,7 +359,7 @@ impl Source {
             (State::Barrier, Message::RoundReceived { round }) if round == self.rounds.number() => {
                 self.round_received()
             }
-            (State::AwaitingReady, Message::Ready { verified }) => self.ready(verified),
+            (State::AwaitingReady, Message::Ready { verified, verify_us }) => self.ready(verified, verify_us),
             (State::Committing, Message::Running(_)) if self.done.committed => self.runs_there(),
             (State::Committing, Message::NotRunning(not)) if self.done.committed => {
                 self.peer_aborted(Error::NotRunning(plain(&not.reason)));

@@ -144,6 +144,13 @@ impl Pair {
         if source.verified != verify || destination.verified != verify {
             return Some("verified is not what was asked for".to_owned());
         }
+        // What digesting took is told in whole microseconds.
+        if (source.verify_ms - destination.verify_ms).abs() > 0.002 {
+            return Some(format!(
+                "verification took {} ms for the source, {} ms for the destination",
+                source.verify_ms, destination.verify_ms
+            ));
+        }
         let runs = self.setup.guest.running && !self.setup.destination.stay_paused;
         if self.copy.running != runs || self.guest.running {
             return Some("the guest runs where it should not, or does not where it should".to_owned());

@@ -79,6 +79,9 @@ pub struct Pair {
     pub to_source: VecDeque<Control>,
     source_work: VecDeque<SourceAction>,
     destination_work: VecDeque<DestinationAction>,
+    /// When the digests under way are done.
+    source_digest: Option<Time>,
+    destination_digest: Option<Time>,
     streams: Vec<Stream>,
     pub source_end: Option<Outcome>,
     pub destination_end: Option<Outcome>,
@@ -125,6 +128,8 @@ impl Pair {
             to_source: VecDeque::new(),
             source_work: VecDeque::new(),
             destination_work: VecDeque::new(),
+            source_digest: None,
+            destination_digest: None,
             streams: vec![Stream::default(); usize::from(setup.source.streams)],
             source_end: None,
             destination_end: None,
@@ -181,6 +186,7 @@ impl Pair {
         };
         let late = pausing || self.rng.one_in(150);
         let speaks = self.guest.has_to_say() && (self.guest.session.is_some() || late);
+        let (source_free, destination_free) = self.executors_free();
         let mut may: Vec<u64> = Vec::new();
         if !silent {
             may.extend(std::iter::repeat_n(0, 2 * usize::from(!self.to_destination.is_empty())));
@@ -190,11 +196,8 @@ impl Pair {
                 may.extend(std::iter::repeat_n(100 + k as u64, usize::from(stream.may_arrive())));
             }
         }
-        may.extend(std::iter::repeat_n(2, 2 * usize::from(!self.source_work.is_empty())));
-        may.extend(std::iter::repeat_n(
-            3,
-            2 * usize::from(!self.destination_work.is_empty()),
-        ));
+        may.extend(std::iter::repeat_n(2, 2 * usize::from(source_free)));
+        may.extend(std::iter::repeat_n(3, 2 * usize::from(destination_free)));
         may.extend(std::iter::repeat_n(
             4,
             usize::from(speaks) * if pausing { 40 } else { 1 },
@@ -213,12 +216,33 @@ impl Pair {
                 .poll_timeout()
                 .into_iter()
                 .chain(self.destination.poll_timeout())
+                .chain(self.source_digest)
+                .chain(self.destination_digest)
                 .min();
             self.now = next.map_or(self.now, |at| at.max(self.now));
         }
         self.timers();
         self.drive();
         self.check_step();
+    }
+
+    /// Whether each side's executor has something to do and is not in the middle of a digest.
+    fn executors_free(&mut self) -> (bool, bool) {
+        let due = self.now + self.setup.source_digest;
+        self.source_digest = match self.source_work.front() {
+            Some(SourceAction::Digest { .. }) => self.source_digest.or(Some(due)),
+            _ => None,
+        };
+        let due = self.now + self.setup.destination_digest;
+        self.destination_digest = match self.destination_work.front() {
+            Some(DestinationAction::Digest { .. }) => self.destination_digest.or(Some(due)),
+            _ => None,
+        };
+        let done = |at: Option<Time>| at.is_none_or(|at| at <= self.now);
+        (
+            !self.source_work.is_empty() && done(self.source_digest),
+            !self.destination_work.is_empty() && done(self.destination_digest),
+        )
     }
 
     fn happen(&mut self, pick: u64) {
@@ -320,6 +344,7 @@ impl Pair {
 
     /// The source's executor carries one action on the guest out.
     fn source_works(&mut self) {
+        self.source_digest = None;
         let Some(action) = self.source_work.pop_front() else {
             return;
         };
@@ -388,6 +413,7 @@ impl Pair {
 
     /// The destination's executor carries one action out.
     fn destination_works(&mut self) {
+        self.destination_digest = None;
         let Some(action) = self.destination_work.pop_front() else {
             return;
         };

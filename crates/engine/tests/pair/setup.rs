@@ -20,6 +20,9 @@ pub struct Setup {
     pub refusals: Vec<String>,
     /// Whether the executor holds a stream's failure back until it has heard what the peer said last.
     pub holds: bool,
+    /// How long digesting takes at the source, at the destination.
+    pub source_digest: Duration,
+    pub destination_digest: Duration,
     pub fault: Option<Fault>,
 }
 
@@ -56,6 +59,8 @@ impl Setup {
             writes_weight: 1,
             refusals: Vec::new(),
             holds: true,
+            source_digest: Duration::ZERO,
+            destination_digest: Duration::ZERO,
             fault: None,
         }
     }

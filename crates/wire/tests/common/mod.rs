@@ -69,7 +69,10 @@ pub fn messages() -> Vec<Message> {
             chunk_pages: 512,
             sums: vec![0, 0x0102_0304_0506_0708_090a_0b0c_0d0e_0f10],
         }),
-        Message::Ready { verified: true },
+        Message::Ready {
+            verified: true,
+            verify_us: 70_000,
+        },
         Message::Commit(Commit {
             total_us: 1_000_000,
             downtime_us: 70_000,
