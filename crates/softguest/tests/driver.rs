@@ -4,7 +4,7 @@
 mod common;
 
 use balloon::{Dialect, feature};
-use common::{ask, config, is_zero, start, wait_until};
+use common::{Answers, ask, config, is_zero, start, wait_until};
 use pages::{Layout, PAGE_BYTES, PageRange, Pfn};
 use softguest::{GuestConfig, Workload, default_balloon};
 use std::sync::Arc;
@@ -325,6 +325,36 @@ fn forty_gib_are_answered_in_two_windows() {
         let counts = parts.free_pages.counts();
         assert_eq!((counts.answers, counts.malformed), (2, 0));
     }
+}
+
+/// Space that ends above 4 TiB has more windows than the misc queue has entries: the answer never ends, and no later
+/// question is answered. The guest lives on.
+#[test]
+fn an_answer_of_more_windows_than_the_queue_holds_does_not_harm_the_guest() {
+    let range = |start, pages| PageRange::new(Pfn(start), pages).unwrap();
+    let layout = Arc::new(Layout::new(vec![range(0, 16_384), range(1 << 30, 8192)]).unwrap());
+    let guest = start(GuestConfig {
+        balloon: Some(default_balloon(Dialect::Bitmap)),
+        workload: Workload::Churn { pages_per_s: 20_000 },
+        ..GuestConfig::new(layout)
+    });
+    let mut parts = guest.parts();
+    let answers = Arc::new(Answers::default());
+    parts.free_pages.begin(1, answers.sink()).unwrap();
+    wait_until("all windows that fit are answered", || {
+        parts.free_pages.counts().answers == 128
+    });
+    guest.run_for(Duration::from_millis(50)).unwrap();
+    guest.self_check().unwrap();
+    assert!(!answers.finished());
+    parts.free_pages.end(1).unwrap();
+    // The request was never posted again.
+    let answers = Arc::new(Answers::default());
+    parts.free_pages.begin(2, answers.sink()).unwrap();
+    guest.run_for(Duration::from_millis(50)).unwrap();
+    assert_eq!(parts.free_pages.counts().answers, 0);
+    parts.free_pages.end(2).unwrap();
+    guest.self_check().unwrap();
 }
 
 #[test]

@@ -42,17 +42,22 @@ impl Misc {
         &mut self.queue
     }
 
-    /// Posts the request buffer; the kick is the caller's.
-    pub(crate) fn post(&mut self, mm: &Mm) -> Result<()> {
+    /// Posts the first request buffer; the kick is the caller's.
+    pub(crate) fn probe(&mut self, mm: &Mm) -> Result<()> {
+        if !self.post(mm)? {
+            return Err(Error::Corrupt("the misc queue is full before its first use".to_owned()));
+        }
+        Ok(())
+    }
+
+    /// Posts the request buffer; false where there is no room for it.
+    fn post(&mut self, mm: &Mm) -> Result<bool> {
         let buffer = Buffer {
             address: mm.places.request,
             len: REQUEST_BYTES,
             writable: true,
         };
-        if !self.queue.add(mm, &[buffer])? {
-            return Err(Error::Corrupt("the misc queue is full".to_owned()));
-        }
-        Ok(())
+        self.queue.add(mm, &[buffer])
     }
 
     /// One callback: takes one completion, and answers it if it is a request.
@@ -68,8 +73,11 @@ impl Misc {
         let mut id = [0; 8];
         id.copy_from_slice(&request[8..]);
         self.answer(mm, ports, u64::from_le_bytes(id))?;
-        self.post(mm)?;
-        ports.kick(self.queue.index());
+        // An answer of more windows than the queue has entries leaves no room: its buffers come back one a callback. The
+        // patch ignores that. The request is then never posted again, and the next question goes unanswered.
+        if self.post(mm)? {
+            ports.kick(self.queue.index());
+        }
         Ok(())
     }
 

@@ -166,7 +166,7 @@ impl Driver {
         };
         // The request buffer is there before DRIVER_OK, the kick for it comes after; the rest waits for DRIVER_OK.
         if let Some(misc) = &mut driver.misc {
-            misc.post(mm)?;
+            misc.probe(mm)?;
         }
         if let (true, Some(poison)) = (features & feature::PAGE_POISON != 0, mm.poison) {
             ports.set_config(POISON_VAL, u32::from_le_bytes([poison; 4]));
