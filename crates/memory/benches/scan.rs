@@ -10,6 +10,7 @@ use memory::trackers::{UffdTracker, Unpopulated};
 use memory::{Backing, GuestMemory, Presence};
 use pages::{Layout, PageRange, Pfn};
 use std::hint::black_box;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 
 const USED_PAGES: u64 = (300 << 20) / 4096;
@@ -73,10 +74,51 @@ fn zeroes(c: &mut Criterion) {
                 batches().for_each(|part| memory.classify(part, &mut |_, k| assert!(k == PageKind::Zero)).unwrap())
             });
         });
+        // A round's scan: the pages in use, a megabyte a call.
+        let used = r(1 << 14, USED_PAGES);
+        group.throughput(Throughput::Bytes(used.bytes()));
+        group.bench_function(format!("{name}/classify 300M of data, by 1M"), |b| {
+            let batches = || (0..USED_PAGES / 256).map(|i| r(used.start().0 + i * 256, 256));
+            b.iter(|| {
+                batches().for_each(|part| memory.classify(part, &mut |_, k| assert!(k == PageKind::Data)).unwrap())
+            });
+        });
+        group.bench_function(format!("{name}/classify 300M of data, by 64K"), |b| {
+            let batches = || (0..USED_PAGES / 16).map(|i| r(used.start().0 + i * 16, 16));
+            b.iter(|| {
+                batches().for_each(|part| memory.classify(part, &mut |_, k| assert!(k == PageKind::Data)).unwrap())
+            });
+        });
         let used = r(1 << 14, 65536);
+        group.throughput(Throughput::Bytes(used.bytes()));
         group.bench_function(format!("{name}/digest 256M"), |b| {
             b.iter(|| black_box(memory.digest(used).unwrap()))
         });
+    }
+}
+
+/// What sending costs besides the copy: the null device takes everything and reads nothing.
+fn sending(c: &mut Criterion) {
+    let mut group = c.benchmark_group("send");
+    let null = std::fs::OpenOptions::new().write(true).open("/dev/null").unwrap();
+    for (name, backing) in backings() {
+        let memory = guest(&backing, false);
+        for (shape, ranges) in [
+            ("1M in one", vec![r(1 << 14, 256)]),
+            (
+                "1M, every other page",
+                (0..256).map(|i| r((1 << 14) + i * 2, 1)).collect(),
+            ),
+            (
+                "1M, pages far apart",
+                (0..256).map(|i| r((1 << 14) + i * 300, 1)).collect(),
+            ),
+            ("1M, a hole", vec![r(1 << 19, 256)]),
+        ] {
+            group.bench_function(format!("{name}/{shape}"), |b| {
+                b.iter(|| memory.write_to(null.as_fd(), &[1; 64], &ranges, 0).unwrap());
+            });
+        }
     }
 }
 
@@ -150,5 +192,5 @@ fn touching(c: &mut Criterion) {
     }
 }
 
-criterion_group!(benches, holes, zeroes, tracking, touching);
+criterion_group!(benches, holes, zeroes, sending, tracking, touching);
 criterion_main!(benches);

@@ -91,6 +91,8 @@ pub(crate) struct Storage {
     pub(crate) loses_entries: bool,
     /// Whether the file system may use transparent huge pages for it.
     pub(crate) huge_folios: bool,
+    /// Whether a load from a page that is not there allocates it, rather than showing the shared zero page.
+    pub(crate) reads_allocate: bool,
     /// Whether populated pages stay in RAM and so need that much of it: not so on a disk.
     pub(crate) in_ram: bool,
 }
@@ -105,6 +107,7 @@ impl Storage {
                 named: false,
                 loses_entries: false,
                 huge_folios: false,
+                reads_allocate: !huge_zero_page(),
                 in_ram: true,
             }),
             Backing::Memfd | Backing::Hugetlbfs { path: None } => {
@@ -173,6 +176,7 @@ impl Storage {
             named,
             loses_entries: !huge,
             huge_folios: block_bytes >= HUGE_BYTES,
+            reads_allocate: true,
             in_ram: huge || magic == TMPFS_MAGIC,
         })
     }
@@ -236,6 +240,12 @@ fn open_file(path: &Path, mode: FileMode, layout: &Layout) -> Result<Storage> {
         });
     }
     Ok(storage)
+}
+
+/// Whether a load from an untouched huge page of private memory shows the shared one; a host can switch that off. Without
+/// transparent huge pages there is no such switch: then there is the small zero page.
+fn huge_zero_page() -> bool {
+    std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/use_zero_page").map_or(true, |text| text.trim() != "0")
 }
 
 fn not_regular(path: &Path, kind: std::fs::FileType) -> Error {

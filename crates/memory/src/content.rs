@@ -4,7 +4,7 @@
 //! read by `pread`, which answers with an error.
 
 use crate::error::{Error, Result};
-use crate::ram::{GuestMemory, Place};
+use crate::ram::{GuestMemory, Place, length_of};
 use crate::sys::{pagemap, size};
 use pages::{PAGE_BYTES, PageRange, Pfn};
 
@@ -14,7 +14,7 @@ const CHUNK_BYTES: u64 = 256 << 10;
 /// A page's worth of memory of our own, aligned for the widest loads.
 #[repr(C, align(4096))]
 #[derive(Clone, Copy)]
-struct Frame([u8; 4096]);
+pub(crate) struct Frame(pub(crate) [u8; 4096]);
 
 /// Where the content of a stretch of pages can be had.
 #[derive(Clone, Copy, Debug)]
@@ -77,7 +77,7 @@ impl GuestMemory {
         };
         let mut at = place.offset;
         while at < end {
-            let (data, hole) = self.next_data(at, end)?;
+            let (data, hole) = self.next_data(range, at, end)?;
             if data > at {
                 each(pages(at, data), Content::Absent)?;
             }
@@ -95,14 +95,24 @@ impl GuestMemory {
     }
 
     /// The next data of the file at or after `at`, in whole pages and cut to `end`: where it starts and where it ends.
-    pub(crate) fn next_data(&self, at: u64, end: u64) -> Result<(u64, u64)> {
+    /// `range` is what is being looked at, and ends at `end`.
+    pub(crate) fn next_data(&self, range: PageRange, at: u64, end: u64) -> Result<(u64, u64)> {
         let failed = |e| Error::sys("looking for data in the RAM file", e);
         let Some(file) = &self.storage.file else {
             return Ok((end, end));
         };
-        let Some(data) = pagemap::next_data(file, at).map_err(failed)?.filter(|data| *data < end) else {
-            return Ok((end, end));
+        let Some(data) = pagemap::next_data(file, at).map_err(failed)? else {
+            // No data from here on: a hole to the end of the file, unless the end has come nearer since it was checked.
+            let got = length_of(file)?;
+            return if got < end {
+                Err(Error::Truncated { range, got })
+            } else {
+                Ok((end, end))
+            };
         };
+        if data >= end {
+            return Ok((end, end));
+        }
         let hole = pagemap::next_hole(file, data).map_err(failed)?;
         // Blocks of a disk's file system may be smaller than a page.
         let data = data / PAGE_BYTES * PAGE_BYTES;

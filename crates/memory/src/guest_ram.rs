@@ -1,6 +1,6 @@
 //! [`GuestRam`] for [`GuestMemory`].
 
-use crate::content::Content;
+use crate::content::{Content, Frame};
 use crate::error::{Error, Result};
 use crate::presence::Presence;
 use crate::ram::GuestMemory;
@@ -66,7 +66,11 @@ impl GuestRam for GuestMemory {
     fn write_to(&self, to: BorrowedFd<'_>, head: &[u8], ranges: &[PageRange], skip: usize) -> io::Result<usize> {
         let mut vectors = Vectors::new(skip);
         vectors.push_slice(head);
-        self.push_ranges(&mut vectors, ranges)?;
+        if self.storage.reads_allocate {
+            self.push_content(&mut vectors, ranges)?;
+        } else {
+            self.push_ranges(&mut vectors, ranges)?;
+        }
         if vectors.is_empty() {
             return Ok(0);
         }
@@ -118,15 +122,21 @@ impl GuestRam for GuestMemory {
 
     fn digest(&self, range: PageRange) -> machine::Result<u128> {
         let mut sum = 0u128;
-        let mut page = [0u8; 4096];
+        let mut frame = Frame([0; 4096]);
+        let page = &mut frame.0;
         self.walk(range, &mut |part, content| {
             let Content::At(addr) = content else { return Ok(()) };
             for i in 0..part.count() {
+                let at = addr + size(i * PAGE_BYTES);
                 // Looked at and hashed as one copy: a page must not turn zero in between.
                 // SAFETY: walk promises `part.bytes()` readable bytes at `addr`.
-                unsafe { iov::copy_out(addr + size(i * PAGE_BYTES), &mut page) };
-                if !zero_scan::is_zero_page(&page) {
-                    sum = sum.wrapping_add(xxh3_128_with_seed(&page, part.start().0 + i));
+                unsafe { iov::copy_out(at, page) };
+                if i + 1 < part.count() {
+                    // It arrives while this one is hashed.
+                    iov::prefetch_page(at + size(PAGE_BYTES));
+                }
+                if !zero_scan::is_zero_page(page) {
+                    sum = sum.wrapping_add(xxh3_128_with_seed(page, part.start().0 + i));
                 }
             }
             Ok(())

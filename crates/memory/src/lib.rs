@@ -9,7 +9,7 @@
 //!
 //! - no reference to guest memory exists: it is reached by system calls that take addresses and by volatile copies;
 //! - *RAM order is file order*: the regions of the layout lie in a RAM file one after the other, holes left out;
-//! - memory that is absent (never touched, or discarded) reads as zero, and finding that out does not allocate it;
+//! - memory that is absent (never touched, or discarded) reads as zero, and neither finding that out nor sending it allocates it;
 //! - whatever changes content behind the writers' backs (a discard) is told to every tracker, after it has happened.
 
 mod atomic_pages;
@@ -22,6 +22,7 @@ pub mod layout_file;
 mod populate;
 mod presence;
 mod ram;
+mod sending;
 mod sys;
 pub mod trackers;
 mod zero_scan;

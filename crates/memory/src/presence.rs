@@ -54,12 +54,11 @@ impl GuestMemory {
                 Err(_) => None,
             },
         };
-        if let Some(found) = &scanned
-            && self.storage.page_table_is_truth()
-        {
-            return Ok(found.clone());
+        match scanned {
+            Some(found) if self.storage.page_table_is_truth() => Ok(found),
+            Some(found) => self.with_file_data(&found),
+            None => self.with_file_data(&PageSet::empty(&self.layout)),
         }
-        self.with_file_data(scanned.unwrap_or_else(|| PageSet::empty(&self.layout)))
     }
 
     /// The runs of `range` (of one region) that our page table has; `None` if that cannot be told.
@@ -157,7 +156,7 @@ impl GuestMemory {
     }
 
     /// Adds what the file has in the gaps of `found`.
-    fn with_file_data(&self, found: PageSet) -> Result<PageSet> {
+    fn with_file_data(&self, found: &PageSet) -> Result<PageSet> {
         let mut all = found.clone();
         for region in self.layout.regions() {
             let mut at = region.start();
@@ -196,12 +195,53 @@ impl GuestMemory {
         Ok(runs)
     }
 
+    /// The runs of `range` (of one region) that hold no memory of the host, ascending; none that are not known to.
+    pub(crate) fn holes_in(&self, range: PageRange) -> Result<Vec<PageRange>> {
+        let truth = self.storage.page_table_is_truth();
+        // The opposite of what is wanted otherwise, so that nothing is found in the usual case. The zero page counts as
+        // memory here: it is there to be read.
+        let none = match &self.storage.file {
+            None => PRESENT | SWAPPED,
+            Some(_) if truth => PRESENT | FILE,
+            Some(_) => PRESENT,
+        };
+        let lacking = Wanted {
+            all: 0,
+            none,
+            any: 0,
+            protect: false,
+        };
+        let mut gaps = Vec::new();
+        let known = match &self.pagemap {
+            Some(pagemap) => self.scan(pagemap, range, lacking, &mut |gap| gaps.push(gap)).is_ok(),
+            None => false,
+        };
+        match (truth, known) {
+            (true, true) => return Ok(gaps),
+            (true, false) => return Ok(Vec::new()),
+            (false, true) => {}
+            // An old kernel: all of it is looked up in the file.
+            (false, false) => gaps = vec![range],
+        }
+        let mut holes = Vec::new();
+        for gap in gaps {
+            let mut data = Vec::new();
+            self.file_data_in(gap, &mut data)?;
+            let mut at = gap.start();
+            for run in data.into_iter().chain([PageRange::between(gap.end(), gap.end())]) {
+                holes.extend(Some(PageRange::between(at, run.start())).filter(|hole| !hole.is_empty()));
+                at = run.end();
+            }
+        }
+        Ok(holes)
+    }
+
     fn file_data_in(&self, gap: PageRange, all: &mut impl Extend<PageRange>) -> Result<()> {
         let place = self.place(gap)?;
         self.check_length(gap, place)?;
         let (mut at, end) = (place.offset, place.offset + gap.bytes());
         while at < end {
-            let (data, hole) = self.next_data(at, end)?;
+            let (data, hole) = self.next_data(gap, at, end)?;
             let pfn = |offset: u64| Pfn(gap.start().0 + (offset - place.offset) / PAGE_BYTES);
             all.extend(Some(PageRange::between(pfn(data), pfn(hole))).filter(|data| !data.is_empty()));
             at = hole;

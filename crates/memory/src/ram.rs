@@ -235,7 +235,7 @@ impl GuestMemory {
     }
 }
 
-fn length_of(file: &File) -> Result<u64> {
+pub(crate) fn length_of(file: &File) -> Result<u64> {
     let meta = file
         .metadata()
         .map_err(|e| Error::sys("asking for the RAM file's length", e))?;

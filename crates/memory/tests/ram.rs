@@ -102,6 +102,103 @@ fn reading_memory_that_was_never_touched_allocates_nothing() {
     }
 }
 
+/// Everything that is sent of this layout, from one end of a socket to the other.
+fn sent(memory: &GuestMemory) -> Vec<u8> {
+    let (near, mut far) = UnixStream::pair().unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let ranges = memory.layout().regions();
+            let total = usize::try_from(memory.layout().total_bytes()).unwrap();
+            let mut done = 0;
+            while done < total {
+                let n = memory.write_to(near.as_fd(), &[], ranges, done).unwrap();
+                assert!(n > 0);
+                done += n;
+            }
+        });
+        let mut got = Vec::new();
+        far.read_to_end(&mut got).unwrap();
+        got
+    })
+}
+
+#[test]
+fn sending_memory_that_was_never_touched_allocates_nothing() {
+    // The last window of a region, and several vectors of zeroes, are short ones.
+    let layout = Arc::new(Layout::new(vec![r(0, 10_001), r(20_000, 4097)]).unwrap());
+    for kind in [Kind::Anonymous, Kind::Memfd, Kind::Tmpfs, Kind::TmpfsHuge, Kind::Disk] {
+        let Some(ram) = ram(kind, &layout) else { continue };
+        let memory = &ram.memory;
+        assert_eq!(host_bytes(kind, &ram), 0, "{kind:?}");
+        let all = sent(memory);
+        assert_eq!(all.len() as u64, layout.total_bytes(), "{kind:?}");
+        assert!(all.iter().all(|byte| *byte == 0), "{kind:?}");
+        assert_eq!(host_bytes(kind, &ram), 0, "{kind:?}: sending a hole filled it");
+
+        // And with pages here and there, some of which only the file has.
+        let written = scatter(memory, 11, 3000);
+        let mut expected = vec![[0; 4096]; 14_098];
+        for run in written.runs() {
+            for pfn in run.start().0..run.end().0 {
+                let place = if pfn < 20_000 { pfn } else { pfn - 20_000 + 10_001 };
+                let into = &mut expected[usize::try_from(place).unwrap()];
+                memory.read_page(Pfn(pfn), into).unwrap();
+            }
+        }
+        let before = host_bytes(kind, &ram);
+        let got = sent(memory);
+        assert!(got.as_chunks::<4096>().0 == expected, "{kind:?}");
+        assert_eq!(host_bytes(kind, &ram), before, "{kind:?}: sending a hole filled it");
+        if matches!(kind, Kind::Tmpfs | Kind::Disk) {
+            let Ram { memory, place } = ram;
+            drop(memory);
+            let backing = Backing::read_file(place.ram_file());
+            let memory = Arc::new(GuestMemory::new(Arc::clone(&layout), &backing).unwrap());
+            assert!(sent(&memory).as_chunks::<4096>().0 == expected, "{kind:?}");
+            assert_eq!(host_bytes(kind, &Ram { memory, place }), before, "{kind:?}");
+        }
+    }
+}
+
+#[test]
+fn holes_are_sent_by_any_ranges_and_any_skip() {
+    let layout = odd();
+    let Ram { memory, place: _place } = ram(Kind::Memfd, &layout).unwrap();
+    scatter(&memory, 12, 400);
+    // Of a twin, as reading a memfd's holes one by one fills them.
+    let Ram {
+        memory: twin,
+        place: _twin,
+    } = ram(Kind::Memfd, &layout).unwrap();
+    scatter(&twin, 12, 400);
+    let pages = all_pages(&twin);
+    let page_at = |pfn: u64| pages[usize::try_from(if pfn < 5000 { pfn } else { pfn - 5000 + 1027 }).unwrap()];
+    let mut random = Random(13);
+    for _ in 0..200 {
+        // Neighbours, far apart, backwards, twice the same.
+        let ranges: Vec<PageRange> = (0..random.below(8) + 1)
+            .map(|_| {
+                let start = random.pfn(&layout).0;
+                let end = if start < 5000 { 1027 } else { 6541 };
+                r(start, (random.below(70) + 1).min(end - start))
+            })
+            .collect();
+        let numbers = ranges.iter().flat_map(|range| range.start().0..range.end().0);
+        let mut expected = b"head".to_vec();
+        numbers.for_each(|pfn| expected.extend(page_at(pfn)));
+        let mut file = tempfile::tempfile().unwrap();
+        let skip = usize::try_from(random.below(expected.len() as u64 + 1)).unwrap();
+        let mut done = skip;
+        while done < expected.len() {
+            done += memory.write_to(file.as_fd(), b"head", &ranges, done).unwrap();
+        }
+        let mut got = Vec::new();
+        std::io::Seek::rewind(&mut file).unwrap();
+        file.read_to_end(&mut got).unwrap();
+        assert!(got == expected[skip..], "{ranges:?} from byte {skip}");
+    }
+}
+
 #[test]
 fn what_others_put_into_the_file_is_present() {
     let layout = odd();
@@ -141,6 +238,25 @@ fn content_is_told_apart_on_every_backing() {
         assert_eq!(*digests.last().unwrap(), oracle, "{kind:?}");
     }
     assert!(digests.windows(2).all(|pair| pair[0] == pair[1]));
+}
+
+/// The kernel gathers 512 stretches at a time, and where more are found may say to go on from before what it told last.
+#[test]
+fn no_page_counts_twice_in_scattered_memory() {
+    let layout = Arc::new(Layout::flat(5000).unwrap());
+    for kind in KINDS {
+        let Ram { memory, place: _place } = ram(kind, &layout).unwrap();
+        let mut written = PageSet::empty(&layout);
+        let mut sum = 0u128;
+        for pfn in (0..4000).step_by(3) {
+            let content = [u8::try_from(pfn % 255).unwrap() + 1; 4096];
+            memory.write(pfn * 4096, &content).unwrap();
+            written.insert(Pfn(pfn));
+            sum = sum.wrapping_add(xxhash_rust::xxh3::xxh3_128_with_seed(&content, pfn));
+        }
+        assert_eq!(classified(&memory), written, "{kind:?}");
+        assert_eq!(digest(&memory), sum, "{kind:?}");
+    }
 }
 
 #[test]

@@ -14,6 +14,7 @@ pub(crate) const MAX_VECTORS: usize = 1024;
 /// Invariant: every entry lies within memory that outlives `'a` (guest RAM that stays mapped, or a slice).
 pub(crate) struct Vectors<'a> {
     list: Vec<libc::iovec>,
+    bytes: usize,
     skip: usize,
     alive: std::marker::PhantomData<&'a [u8]>,
 }
@@ -23,6 +24,7 @@ impl<'a> Vectors<'a> {
     pub(crate) fn new(skip: usize) -> Self {
         Vectors {
             list: Vec::new(),
+            bytes: 0,
             skip,
             alive: std::marker::PhantomData,
         }
@@ -43,6 +45,20 @@ impl<'a> Vectors<'a> {
         self.list.len() >= MAX_VECTORS
     }
 
+    /// How many bytes there are to move.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Leaves out the next `bytes` if all of them are to be skipped; whether it did.
+    pub(crate) fn skip_whole(&mut self, bytes: usize) -> bool {
+        let whole = bytes <= self.skip;
+        if whole {
+            self.skip -= bytes;
+        }
+        whole
+    }
+
     /// Whether there is nothing to move.
     pub(crate) fn is_empty(&self) -> bool {
         self.list.is_empty()
@@ -56,6 +72,7 @@ impl<'a> Vectors<'a> {
                 iov_base: ptr::with_exposed_provenance_mut(addr + left_out),
                 iov_len: bytes - left_out,
             });
+            self.bytes += bytes - left_out;
         }
     }
 
@@ -118,34 +135,64 @@ pub(crate) unsafe fn clear(addr: usize, bytes: usize) {
     unsafe { ptr::write_bytes(to, 0, bytes) }
 }
 
-/// Copies guest RAM at `addr` out to `into`, in volatile loads: the guest may write meanwhile, the copy may be torn.
+/// What a copy loads at a time: the widest that every processor of the architecture has.
+#[cfg(target_arch = "x86_64")]
+type Wide = std::arch::x86_64::__m128i;
+#[cfg(not(target_arch = "x86_64"))]
+type Wide = u64;
+
+/// Copies guest RAM at `addr` out to `into`, in volatile loads: the guest may write meanwhile, the copy may be torn, but
+/// it is read once.
 ///
 /// # Safety
 /// `into.len()` bytes at `addr` are guest RAM, mapped and readable.
 pub(crate) unsafe fn copy_out(addr: usize, into: &mut [u8]) {
     let from: *const u8 = ptr::with_exposed_provenance(addr);
-    let (words, tail) = into.as_chunks_mut::<8>();
-    let whole = words.len() * 8;
-    for (i, word) in words.iter_mut().enumerate() {
-        // SAFETY: the caller's promise; the cast pointer is read unaligned-safe below.
-        *word = unsafe { read_word(from.add(i * 8)) };
+    let mut done = 0;
+    if addr.is_multiple_of(align_of::<Wide>()) {
+        let to: *mut Wide = into.as_mut_ptr().cast();
+        let whole = into.len() / size_of::<Wide>();
+        for i in 0..whole {
+            // SAFETY: the caller's promise for the load, which is aligned; i is below what fits into `into`. A Wide is
+            // plain bits.
+            unsafe { to.add(i).write_unaligned(from.cast::<Wide>().add(i).read_volatile()) };
+        }
+        done = whole * size_of::<Wide>();
     }
-    for (i, byte) in tail.iter_mut().enumerate() {
+    for (i, byte) in into.iter_mut().enumerate().skip(done) {
         // SAFETY: the caller's promise.
-        *byte = unsafe { from.add(whole + i).read_volatile() };
+        *byte = unsafe { from.add(i).read_volatile() };
     }
 }
 
-/// One volatile load of 8 bytes, or 8 of one where the address is not aligned.
-///
-/// # Safety
-/// 8 bytes at `at` are readable.
-unsafe fn read_word(at: *const u8) -> [u8; 8] {
-    if at.addr().is_multiple_of(8) {
-        // SAFETY: the caller's promise, and the address is aligned.
-        unsafe { at.cast::<[u8; 8]>().cast::<u64>().read_volatile() }.to_ne_bytes()
-    } else {
-        // SAFETY: the caller's promise.
-        std::array::from_fn(|i| unsafe { at.add(i).read_volatile() })
+/// Asks the processor for the page at `addr`, of any memory or none, ahead of its being read. Its own prefetcher stops at
+/// the end of a page.
+pub(crate) fn prefetch_page(addr: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for line in (0..4096).step_by(64) {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        // SAFETY: a prefetch is a hint: it reads nothing that a program can see, and cannot fault.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(ptr::without_provenance(addr.wrapping_add(line))) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = addr; // No hint that stable Rust can give.
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_out_start_and_end_anywhere() {
+        let from: Vec<u8> = (0..=255).collect();
+        for start in 0..40 {
+            for len in [0, 1, 7, 8, 15, 16, 17, 33, 64, 200] {
+                let mut into = vec![0xEE; len + 1];
+                // SAFETY: bytes of our own.
+                unsafe { copy_out(from.as_ptr().expose_provenance() + start, &mut into[..len]) };
+                assert_eq!(into[..len], from[start..start + len]);
+                assert_eq!(into[len], 0xEE, "wrote too far");
+            }
+        }
     }
 }
