@@ -384,3 +384,30 @@ fn a_slow_digest_on_either_side_is_verification_and_no_downtime_for_both() {
         }
     }
 }
+
+/// The balloon of a large guest has more to save than a control frame holds. The model refuses messages that no frame
+/// takes, and state that is not what was saved.
+#[test]
+fn a_section_larger_than_a_control_frame_crosses_whole() {
+    let mut setup = Setup::plain(8, 70);
+    setup.more_state = vec![("balloon1", 3 << 20), ("empty", 0), ("clock", (1 << 20) + 1)];
+    let mut pair = Pair::new(setup);
+    finish(&mut pair);
+    assert_eq!(pair.ends(), (Some(Ending::Completed), Some(Ending::Completed)));
+    assert!(pair.copy.restored);
+}
+
+#[test]
+fn two_sections_of_one_name_are_refused_and_the_guest_runs_on() {
+    let mut setup = Setup::plain(8, 70);
+    setup.more_state = vec![("serial", 10), ("clock", 5), ("serial", 10)];
+    let mut pair = Pair::new(setup);
+    finish(&mut pair);
+    assert_eq!(pair.ends(), (Some(Ending::Failed), Some(Ending::Failed)));
+    assert_eq!(
+        pair.source_error(),
+        "saving the machine's state failed: two of its sections are named \"serial\"; each vCPU and device needs a name \
+         of its own"
+    );
+    assert!(pair.guest.running && !pair.guest.tracking);
+}

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 /// The saved state of one vCPU or device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Section {
-    /// Whose state: `balloon`, `vcpu0`, ...
+    /// Whose state: `balloon`, `vcpu0`, ... No two sections of a machine have the same name.
     pub name: String,
     /// The version of its form, counted from 1 by whoever wrote it.
     pub version: u32,

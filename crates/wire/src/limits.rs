@@ -23,8 +23,9 @@ pub const MAX_EXTRA_VALUE_BYTES: usize = 1024;
 /// The most reasons in one `Refuse`; a sender puts the number of those it left out in the last one's place.
 pub const MAX_REASONS: usize = 64;
 
-/// The most bytes of state in one section: a frame's payload without its name and lengths.
-pub const MAX_SECTION_BYTES: usize = (1 << 20) - 1024;
+/// The most bytes of state in one `Section` message. A section that is larger goes in several, one behind the other, of
+/// the same name and version.
+pub const MAX_SECTION_BYTES: usize = 512 << 10;
 
 /// The most sections in a machine's state.
 pub const MAX_SECTIONS: u32 = 4096;
@@ -139,7 +140,11 @@ fn check_section(section: &Section) -> Result<()> {
         &section.name,
         MAX_NAME_BYTES,
     )?;
-    limit("bytes of a section's state", section.data.len(), MAX_SECTION_BYTES)
+    limit(
+        "bytes of a Section message's state",
+        section.data.len(),
+        MAX_SECTION_BYTES,
+    )
 }
 
 fn check_digests(digests: &Digests) -> Result<()> {

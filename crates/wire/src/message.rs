@@ -36,11 +36,12 @@ pub enum Message {
         /// Counted from 0.
         round: u32,
     },
-    /// Source, guest paused: one vCPU's or device's state.
+    /// Source, guest paused: one vCPU's or device's state, or a piece of it. Pieces of one section have its name and
+    /// version and follow each other; no two sections have the same name.
     Section(Section),
     /// Source: all sections have been sent.
     StateEnd {
-        /// How many there were.
+        /// How many there were, each counted once in however many pieces it came.
         sections: u32,
     },
     /// Source, with `verify`, guest paused, before `StateEnd`: what its RAM digests to.

@@ -4,7 +4,7 @@ use super::{Destination, PEER, State};
 use crate::digests::{self, chunk_pages};
 use crate::error::Error;
 use crate::faults::Fault;
-use crate::limits::{MAX_SECTIONS, MAX_STATE_BYTES, section_bytes};
+use crate::limits::Joined;
 use crate::{DestinationAction, Ending, Time};
 use machine::{MachineState, Section};
 use std::time::Duration;
@@ -13,8 +13,7 @@ use wire::{Commit, Digests, Message, Running};
 /// What the switchover has collected.
 #[derive(Debug, Default)]
 pub(super) struct Handover {
-    sections: Vec<Section>,
-    state_bytes: u64,
+    sections: Joined,
     /// All sections are here, since when.
     state_end: Option<Time>,
     /// The source's digests.
@@ -50,17 +49,12 @@ impl Destination {
     }
 
     pub(super) fn section(&mut self, section: Section) {
-        let handover = &mut self.handover;
-        handover.state_bytes = handover.state_bytes.saturating_add(section_bytes(&section));
-        if handover.sections.len() >= MAX_SECTIONS as usize || handover.state_bytes > MAX_STATE_BYTES {
-            return self.invalid(format!(
-                "more machine state than {MAX_SECTIONS} sections of {MAX_STATE_BYTES} bytes in all"
-            ));
-        }
-        if handover.state_end.is_some() {
+        if self.handover.state_end.is_some() {
             return self.invalid("a Section after StateEnd".to_owned());
         }
-        handover.sections.push(section);
+        if let Err(what) = self.handover.sections.push(section) {
+            self.invalid(what);
+        }
     }
 
     pub(super) fn digests(&mut self, theirs: Digests) {
@@ -86,7 +80,7 @@ impl Destination {
     }
 
     pub(super) fn state_end(&mut self, sections: u32) {
-        let came = self.handover.sections.len();
+        let came = self.handover.sections.count();
         if sections as usize != came {
             return self.invalid(format!("StateEnd for {sections} sections after {came} of them"));
         }
@@ -132,7 +126,7 @@ impl Destination {
             }
         }
         self.state = State::Restoring;
-        let sections = std::mem::take(&mut self.handover.sections);
+        let sections = self.handover.sections.take();
         self.push(DestinationAction::Restore(MachineState { sections }));
     }
 

@@ -4,8 +4,8 @@ use super::{PEER, Source, State};
 use crate::digests::chunk_pages;
 use crate::error::Error;
 use crate::faults::Fault;
-use crate::limits::{MAX_SECTIONS, MAX_STATE_BYTES, state_bytes};
-use crate::{SourceAction, Time};
+use crate::limits::{check_state, pieces};
+use crate::{SourceAction, Step, Time};
 use machine::MachineState;
 use pages::PageSet;
 use std::time::Duration;
@@ -22,7 +22,8 @@ pub(super) struct Switchover {
     pub(super) present: Option<PageSet>,
     pub(super) ballooned: Option<PageSet>,
     pub(super) expected_downtime: Option<Duration>,
-    state: Option<MachineState>,
+    /// The machine's state, checked, and how many sections it has.
+    state: Option<(MachineState, u32)>,
     sums: Option<Vec<u128>>,
 }
 
@@ -64,7 +65,13 @@ impl Source {
     }
 
     pub(super) fn saved(&mut self, state: MachineState) {
-        self.switchover.state = Some(state);
+        match check_state(&state.sections) {
+            Ok(sections) => self.switchover.state = Some((state, sections)),
+            Err(error) => {
+                let step = Step::Save;
+                return self.fail(Error::Step { step, error });
+            }
+        }
         if self.state == State::Completing {
             self.complete();
         }
@@ -104,20 +111,11 @@ impl Source {
             }
             return;
         }
-        let Some(state) = self.switchover.state.take() else {
+        let Some((state, sections)) = self.switchover.state.take() else {
             return;
         };
-        let bytes = state_bytes(&state.sections);
-        let count = u32::try_from(state.sections.len()).ok().filter(|n| *n <= MAX_SECTIONS);
-        let (Some(sections), true) = (count, bytes <= MAX_STATE_BYTES) else {
-            let n = state.sections.len();
-            return self.fail(Error::Internal(format!(
-                "the machine's state has {n} sections of {bytes} bytes in all, more than {MAX_SECTIONS} of \
-                 {MAX_STATE_BYTES}"
-            )));
-        };
-        for section in state.sections {
-            self.transmit(Message::Section(section));
+        for piece in state.sections.into_iter().flat_map(pieces) {
+            self.transmit(Message::Section(piece));
         }
         if let Some(sums) = self.switchover.sums.take() {
             self.transmit(Message::Digests(Digests {

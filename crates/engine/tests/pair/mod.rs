@@ -331,6 +331,9 @@ impl Pair {
             self.to_source.push_back(Control::Gone);
         }
         self.messages += 1;
+        if let Err(error) = wire::validate(&message) {
+            self.breach(format!("a message that no frame takes: {error}"));
+        }
         if self.cut {
             return;
         }

@@ -3,7 +3,7 @@
 use super::guest::Make;
 use super::rng::Rng;
 use engine::{Ask, DestinationConfig, Fault, OnTimeout, SkipSet, SourceConfig};
-use machine::{BalloonConfig, MachineConfig, MachineState};
+use machine::{BalloonConfig, MachineConfig, MachineState, Section};
 use pages::{Layout, PageRange, Pfn};
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,6 +23,8 @@ pub struct Setup {
     /// How long digesting takes at the source, at the destination.
     pub source_digest: Duration,
     pub destination_digest: Duration,
+    /// Sections of the machine's state beside those that it always has: name and bytes.
+    pub more_state: Vec<(&'static str, usize)>,
     pub fault: Option<Fault>,
 }
 
@@ -61,6 +63,7 @@ impl Setup {
             holds: true,
             source_digest: Duration::ZERO,
             destination_digest: Duration::ZERO,
+            more_state: Vec::new(),
             fault: None,
         }
     }
@@ -137,6 +140,14 @@ impl Setup {
     }
 
     pub fn state(&self) -> MachineState {
-        super::state()
+        let mut state = super::state();
+        for (name, bytes) in &self.more_state {
+            state.sections.push(Section {
+                name: (*name).to_owned(),
+                version: 7,
+                data: (0..*bytes).map(|i| (i % 251) as u8).collect(),
+            });
+        }
+        state
     }
 }
