@@ -220,6 +220,12 @@ pub enum SourceEvent {
         /// Why: a clause without a full stop.
         error: String,
     },
+    /// A data stream had something to write, and the receiver took none of it for the peer time-out. It is dead, though
+    /// its control connection may live. Waiting for one's turn under a limit on bandwidth is no stall.
+    Stalled {
+        /// Which stream.
+        stream: u16,
+    },
     /// The peer closed the control connection, or it broke.
     PeerGone {
         /// How it looked: a clause.

@@ -41,6 +41,9 @@ pub(crate) enum Error {
     /// The peer was silent.
     #[error("no sign of life from the {peer} for {}", Span(*.after))]
     Silent { peer: &'static str, after: Duration },
+    /// The receiver took no pages.
+    #[error("the receiver took no data for {}", Span(*.0))]
+    Stalled(Duration),
     /// The control connection ended.
     #[error("the connection to the {peer} was lost: {error}")]
     Gone { peer: &'static str, error: String },
@@ -83,7 +86,7 @@ impl Error {
         match self {
             Error::Aborted { cause, .. } => *cause,
             Error::Cancelled => AbortCause::Cancelled,
-            Error::TimedOut(_) | Error::Silent { .. } => AbortCause::TimedOut,
+            Error::TimedOut(_) | Error::Silent { .. } | Error::Stalled(_) => AbortCause::TimedOut,
             _ => AbortCause::Failed,
         }
     }

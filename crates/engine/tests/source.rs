@@ -593,6 +593,23 @@ fn a_quiet_source_says_that_it_is_alive_and_wants_to_hear_the_same() {
 }
 
 #[test]
+fn a_receiver_that_takes_no_data_is_dead_though_it_speaks() {
+    let mut hand = Hand::asking(config(), 64, false);
+    hand.says(Answer::Covered(r(0, 64))).hears(Message::Ping);
+    hand.on(SourceEvent::Stalled { stream: 0 });
+    assert_eq!(hand.undo(), [Step::EndHints, Step::StopTracking]);
+    assert_eq!(
+        (hand.ending(), hand.error()),
+        (Ending::TimedOut, "the receiver took no data for 10 s")
+    );
+    let mut hand = Hand::asking(config(), 64, false);
+    hand.round_0_over();
+    hand.all_received();
+    hand.on(SourceEvent::Stalled { stream: 0 });
+    assert!(hand.end.is_none(), "all pages had arrived");
+}
+
+#[test]
 fn a_tracker_that_cannot_peek_and_a_balloon_that_cannot_ask_cost_no_migration() {
     let mut hand = Hand::asking(config(), 64, true);
     hand.says(Answer::Free(vec![r(0, 8)]));

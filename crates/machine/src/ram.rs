@@ -42,7 +42,8 @@ pub trait GuestRam: Send + Sync {
 
     /// Writes bytes to `to` by one vectored write: first `head`, then the pages of `ranges` in order, leaving out the
     /// first `skip` bytes of all that (they were written before). Returns how many bytes were taken, as `writev(2)`
-    /// does; may be fewer than there are, also because an implementation bounds the number of vectors. `to` blocks.
+    /// does; may be fewer than there are, also because an implementation bounds the number of vectors. `to` blocks; its
+    /// socket may have a time-out, and the [`io::ErrorKind::WouldBlock`] of that is the caller's to handle.
     fn write_to(&self, to: BorrowedFd<'_>, head: &[u8], ranges: &[PageRange], skip: usize) -> io::Result<usize>;
 
     /// Reads bytes from `from` by one vectored read into the pages of `ranges`, in order, leaving out the first `skip`
@@ -66,6 +67,12 @@ pub trait GuestRam: Send + Sync {
     /// is not read. Both sides of a migration must use the same digest: xxh3-128 of the 4096 bytes with the page frame
     /// number as the seed, low half first.
     fn digest(&self, range: PageRange) -> Result<u128>;
+
+    /// Bytes of memory that the host could still give without swapping; `None` where nobody needs to look, because
+    /// memory was set aside before, or where it cannot be told. A destination asks while pages come.
+    fn host_available(&self) -> Option<u64> {
+        None
+    }
 
     /// Copies one page out.
     fn read_page(&self, pfn: Pfn, into: &mut [u8; 4096]) -> Result<()>;

@@ -20,6 +20,9 @@ use wire::{ConnectionRole, Message, Preamble, SessionId};
 /// Events that threads may be ahead of the loop.
 const AHEAD: usize = 256;
 
+/// The least time after which a receiver may be taken for dead, as the engine has it.
+const MIN_PEER_TIMEOUT: Duration = Duration::from_millis(20);
+
 /// How long the data threads may take to notice that their sockets were closed.
 const THREADS_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -321,6 +324,7 @@ fn start_streams(
             to: to.clone(),
             session,
             connect_timeout: options.connect_timeout,
+            peer_timeout: options.source.peer_timeout.max(MIN_PEER_TIMEOUT),
             buffer_bytes: options.socket_buffer_bytes,
             skip_zero: options.source.skip.zero,
             ram: Arc::clone(&guest.ram),

@@ -49,6 +49,19 @@ async fn bytes_arrive_over_one_two_and_four_streams() {
     }
 }
 
+/// A device whose state is larger than a control frame.
+#[tokio::test(flavor = "multi_thread")]
+async fn large_state_arrives_whole() {
+    let (guest, probe) = busy_guest(&Layout::flat(100).unwrap(), None);
+    probe.inner.large_state.store(3 << 20, Ordering::SeqCst);
+    let (source, destination, there) = migrate(guest, send_options(1), receive_options()).await;
+    assert_completed(&source, &destination);
+    let state = there.unwrap().inner.restored.lock().unwrap().take().unwrap();
+    let data: Vec<u8> = (0..3u64 << 20).map(|i| i.to_le_bytes()[1]).collect();
+    assert_eq!(state.sections.len(), 3);
+    assert!(state.sections[2].name == "gpu" && state.sections[2].data == data);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn bytes_arrive_over_a_unix_socket() {
     let layout = Layout::flat(3000).unwrap();

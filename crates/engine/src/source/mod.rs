@@ -238,6 +238,7 @@ impl Source {
                 self.sent(stream, chunk, &zero, wire_bytes, payload_bytes);
             }
             SourceEvent::Failed { step, error } => self.failed(step, &error),
+            SourceEvent::Stalled { stream } => self.stalled(stream),
             SourceEvent::PeerGone { error } => self.peer_gone(&error),
             SourceEvent::Cancel => self.cancel(),
             event => self.guest_answer(event),
@@ -478,6 +479,18 @@ impl Source {
         }
     }
 
+    /// A receiver that takes no pages. Once all have arrived there are none to take.
+    fn stalled(&mut self, stream: u16) {
+        let sending = !matches!(
+            self.state,
+            State::Completing | State::AwaitingReady | State::Committing | State::Closing
+        );
+        tracing::debug!(stream, sending, "a data stream stalls");
+        if sending {
+            self.fail(Error::Stalled(self.config.peer_timeout));
+        }
+    }
+
     fn cancel(&mut self) {
         // After Commit it is too late: the guest is the destination's.
         if !self.done.committed {
@@ -543,6 +556,7 @@ fn step_answered(event: &SourceEvent) -> Option<Step> {
         | SourceEvent::Answered { .. }
         | SourceEvent::Sent { .. }
         | SourceEvent::Failed { .. }
+        | SourceEvent::Stalled { .. }
         | SourceEvent::PeerGone { .. }
         | SourceEvent::Cancel => return None,
     })

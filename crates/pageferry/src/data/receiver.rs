@@ -97,7 +97,9 @@ impl Receiver {
                 table.resize(header.table_bytes(), 0);
                 self.read_exact(&mut table).map_err(lost)?;
                 batch::decode_runs(&header, &table, self.ram.layout(), &mut runs).map_err(wrong)?;
-                headroom.take(written_bytes(&runs)).map_err(lost)?;
+                headroom
+                    .take(written_bytes(&runs), || self.ram.host_available())
+                    .map_err(lost)?;
                 self.take(&header, &runs, &mut data).map_err(lost)?;
                 received(&header, &runs)
             };

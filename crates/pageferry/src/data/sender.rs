@@ -12,13 +12,18 @@ use socket2::Socket;
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 use wire::batch::{BatchBuilder, Run, RunKind};
 use wire::{ConnectionRole, Preamble, PreambleReply, SessionId};
 
 /// Pages of content in a batch: 1 MiB, the fastest size (see `docs/architecture.md`).
 const BATCH_PAGES: u64 = 256;
+
+/// Writes that are given up and tried again before a receiver that takes nothing is dead. A blocked write wakes up only
+/// once a good part of a large socket buffer is free, which takes long on a slow link; a write that is tried anew finds
+/// whatever is free by then. So a link that is merely slow is not taken for a dead one.
+const TRIES: u32 = 16;
 
 /// What a stream is told to do.
 #[derive(Debug)]
@@ -35,6 +40,8 @@ pub(crate) struct Sender {
     pub(crate) to: Address,
     pub(crate) session: SessionId,
     pub(crate) connect_timeout: Duration,
+    /// A receiver that takes no byte for so long is dead.
+    pub(crate) peer_timeout: Duration,
     pub(crate) buffer_bytes: usize,
     pub(crate) skip_zero: bool,
     pub(crate) ram: Arc<dyn GuestRam>,
@@ -47,10 +54,14 @@ impl Sender {
     /// The thread: connects, then does as told until nobody is left to tell.
     pub(crate) fn run(self, commands: std::sync::mpsc::Receiver<Command>) {
         let events = self.events.clone();
-        if let Err(error) = self.serve(commands) {
-            let event = SourceEvent::Failed {
-                step: Step::Send,
-                error,
+        let stream = self.stream;
+        if let Err(broken) = self.serve(commands) {
+            let event = match broken {
+                Broken::Stalled => SourceEvent::Stalled { stream },
+                Broken::Failed(error) => SourceEvent::Failed {
+                    step: Step::Send,
+                    error,
+                },
             };
             if events.blocking_send(event).is_err() {
                 tracing::trace!("a stream failed after the migration was over");
@@ -58,7 +69,7 @@ impl Sender {
         }
     }
 
-    fn serve(self, commands: std::sync::mpsc::Receiver<Command>) -> Result<(), String> {
+    fn serve(self, commands: std::sync::mpsc::Receiver<Command>) -> Result<(), Broken> {
         let socket = self.connect()?;
         let events = self.events.clone();
         let mut sending = Sending {
@@ -86,7 +97,7 @@ impl Sender {
         Ok(())
     }
 
-    fn connect(&self) -> Result<Socket, String> {
+    fn connect(&self) -> Result<Socket, Broken> {
         let stream = self.stream;
         let socket = transport::connect(&self.to, self.connect_timeout, Some(self.buffer_bytes))
             .map_err(|e| format!("opening data stream {stream}: {e}"))?;
@@ -103,6 +114,9 @@ impl Sender {
         (&socket).read_exact(&mut reply).map_err(doing)?;
         let agreed = PreambleReply::decode(&reply).and_then(|reply| reply.agreed(wire::VERSIONS));
         agreed.map_err(|e| format!("opening data stream {stream}: {e}"))?;
+        // The engine takes less than 20 ms for 20 ms; a time-out of 0 would be none.
+        let patience = (self.peer_timeout / TRIES).max(Duration::from_millis(1));
+        socket.set_write_timeout(Some(patience)).map_err(doing)?;
         Ok(socket)
     }
 }
@@ -123,7 +137,7 @@ struct Sending {
 }
 
 impl Sending {
-    fn send_chunk(&mut self, chunk: Chunk) -> Result<SourceEvent, String> {
+    fn send_chunk(&mut self, chunk: Chunk) -> Result<SourceEvent, Broken> {
         self.builder.start(chunk.round);
         self.zero = Vec::new();
         (self.wire_bytes, self.payload_bytes) = (0, 0);
@@ -149,7 +163,7 @@ impl Sending {
         })
     }
 
-    fn add_pages(&mut self, mut range: PageRange) -> Result<(), String> {
+    fn add_pages(&mut self, mut range: PageRange) -> Result<(), Broken> {
         if !self.sender.skip_zero {
             return self.add(range, RunKind::Data);
         }
@@ -175,7 +189,7 @@ impl Sending {
         Ok(())
     }
 
-    fn add(&mut self, mut range: PageRange, kind: RunKind) -> Result<(), String> {
+    fn add(&mut self, mut range: PageRange, kind: RunKind) -> Result<(), Broken> {
         while !range.is_empty() {
             let room = match kind {
                 RunKind::Data => self.batch_pages - self.data_pages,
@@ -203,7 +217,7 @@ impl Sending {
     }
 
     /// Sends the batch as it is.
-    fn flush(&mut self) -> Result<(), String> {
+    fn flush(&mut self) -> Result<(), Broken> {
         if self.builder.is_empty() {
             return Ok(());
         }
@@ -211,8 +225,9 @@ impl Sending {
         let total = head.len() + payload_bytes;
         let sender = &self.sender;
         sender.pacer.wait(total as u64, &sender.closer);
-        write_out(&*sender.ram, &self.socket, head, &self.data, total)
-            .map_err(|e| broken(sender.stream, "pages were sent", &e))?;
+        // The time starts here: waiting for one's turn on the link is no stall.
+        let write = |done| sender.ram.write_to(self.socket.as_fd(), head, &self.data, done);
+        write_out(total, sender.peer_timeout, write).map_err(|e| broken_off(sender.stream, "pages were sent", &e))?;
         self.wire_bytes += total as u64;
         self.payload_bytes += self.data_pages * PAGE_BYTES;
         self.data.clear();
@@ -220,22 +235,54 @@ impl Sending {
         Ok(())
     }
 
-    fn send_marker(&mut self, round: u32) -> Result<(), String> {
+    fn send_marker(&mut self, round: u32) -> Result<(), Broken> {
         let marker = self.builder.marker(round).map_err(|e| e.to_string())?;
-        (&self.socket)
-            .write_all(&marker)
-            .map_err(|e| broken(self.sender.stream, "the end of a round was sent", &e))
+        let write = |done: usize| (&self.socket).write(marker.get(done..).unwrap_or_default());
+        write_out(marker.len(), self.sender.peer_timeout, write)
+            .map_err(|e| broken_off(self.sender.stream, "the end of a round was sent", &e))
     }
 }
 
-/// Writes `head` and then `ranges`, `total` bytes in all, however few the socket takes at a time.
-fn write_out(ram: &dyn GuestRam, to: &Socket, head: &[u8], ranges: &[PageRange], total: usize) -> io::Result<()> {
-    let mut done = 0;
+/// Why a stream ended.
+enum Broken {
+    /// The receiver took no byte for too long.
+    Stalled,
+    /// Something else: a clause.
+    Failed(String),
+}
+
+impl From<String> for Broken {
+    fn from(error: String) -> Self {
+        Broken::Failed(error)
+    }
+}
+
+/// What [`write_out`] ended with.
+fn broken_off(stream: u16, doing: &str, error: &io::Error) -> Broken {
+    match error.kind() {
+        io::ErrorKind::TimedOut => Broken::Stalled,
+        _ => Broken::Failed(broken(stream, doing, error)),
+    }
+}
+
+/// Writes `total` bytes by `write`, which is told how many were taken before, however few are taken at a time.
+/// [`io::ErrorKind::TimedOut`] where none is taken for `patience`.
+fn write_out(total: usize, patience: Duration, mut write: impl FnMut(usize) -> io::Result<usize>) -> io::Result<()> {
+    let (mut done, mut since) = (0, Instant::now());
     while done < total {
-        match ram.write_to(to.as_fd(), head, ranges, done) {
+        match write(done) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-            Ok(n) => done += n,
+            Ok(n) => {
+                done += n;
+                since = Instant::now();
+            }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            // The write was given up by the socket's own, shorter time-out.
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                if since.elapsed() >= patience {
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
+            }
             Err(error) => return Err(error),
         }
     }

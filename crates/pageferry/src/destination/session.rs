@@ -212,7 +212,11 @@ impl<'a> Session<'a> {
             socket,
             ram: Arc::clone(ram),
             memory_is_zero: self.options.destination.memory_is_zero,
-            headroom: Headroom::new(if self.options.populated { 0 } else { self.options.host_reserve_bytes }),
+            headroom: Headroom::new(if self.options.populated {
+                0
+            } else {
+                self.options.host_reserve_bytes
+            }),
             gate: Arc::clone(&self.gate),
             closer: Arc::clone(&self.closer),
             events: self.out.clone(),

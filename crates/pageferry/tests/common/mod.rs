@@ -54,6 +54,8 @@ pub struct Inner {
     pub refuse_restore: AtomicBool,
     pub refuse_save: AtomicBool,
     pub panic_in_save: AtomicBool,
+    /// Bytes that a third device saves; 0: there is none.
+    pub large_state: AtomicU64,
     /// Held by whoever writes guest memory; `pause` takes it.
     pub writing: Mutex<()>,
 }
@@ -131,7 +133,11 @@ impl Machine for TestMachine {
             version: 1,
             data,
         };
-        let sections = vec![section("vcpu0", vec![7; 100]), section("balloon", vec![9; 70_000])];
+        let mut sections = vec![section("vcpu0", vec![7; 100]), section("balloon", vec![9; 70_000])];
+        let large = self.inner.large_state.load(Ordering::SeqCst);
+        if large > 0 {
+            sections.push(section("gpu", (0..large).map(|i| i.to_le_bytes()[1]).collect()));
+        }
         Ok(MachineState { sections })
     }
 

@@ -85,6 +85,15 @@ impl FakeReceiver {
 
     /// Takes the control connection and `data` data connections. What comes on those is thrown away.
     pub fn accept(&mut self, data: usize) {
+        self.accept_unread(data);
+        for stream in &self.streams {
+            let mut sink = stream.try_clone().unwrap();
+            std::thread::spawn(move || std::io::copy(&mut sink, &mut std::io::sink()));
+        }
+    }
+
+    /// The same, but what comes on those is not read.
+    pub fn accept_unread(&mut self, data: usize) {
         for _ in 0..=data {
             let (mut stream, _) = self.listener.accept().unwrap();
             let mut bytes = [0; wire::PREAMBLE_BYTES];
@@ -95,11 +104,7 @@ impl FakeReceiver {
                 .unwrap();
             match preamble.role {
                 ConnectionRole::Control => self.control = Some(stream),
-                ConnectionRole::Data { .. } => {
-                    let mut sink = stream.try_clone().unwrap();
-                    std::thread::spawn(move || std::io::copy(&mut sink, &mut std::io::sink()));
-                    self.streams.push(stream);
-                }
+                ConnectionRole::Data { .. } => self.streams.push(stream),
             }
         }
     }
@@ -120,6 +125,18 @@ impl FakeReceiver {
 
     pub fn say(&mut self, message: &Message) {
         say(self.control.as_mut().unwrap(), message);
+    }
+
+    /// Pings until the source gives up, and returns its word on that.
+    pub fn ping_until_abort(mut self) -> Option<Message> {
+        let mut pings = self.control.as_ref().unwrap().try_clone().unwrap();
+        let ping = frame::encode(&Message::Ping).unwrap();
+        std::thread::spawn(move || {
+            while pings.write_all(&ping).is_ok() {
+                std::thread::sleep(Duration::from_millis(40));
+            }
+        });
+        self.hear_until(|message| matches!(message, Message::Abort { .. }))
     }
 
     /// Dies: all connections at once.
