@@ -114,14 +114,7 @@ pub(crate) fn refused(error: impl std::error::Error) -> Error {
 
 /// The memory that the host could give without swapping, bytes; `None` where it does not say.
 pub(crate) fn available_bytes() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    line.trim()
-        .strip_suffix("kB")?
-        .trim()
-        .parse::<u64>()
-        .ok()?
-        .checked_mul(1024)
+    memory::available_bytes().unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -90,6 +90,10 @@ impl GuestRam for TamperedRam {
         self.inner.digest(range)
     }
 
+    fn host_available(&self) -> Option<u64> {
+        self.inner.host_available()
+    }
+
     fn read_page(&self, pfn: Pfn, into: &mut [u8; 4096]) -> Result<()> {
         self.inner.read_page(pfn, into)
     }

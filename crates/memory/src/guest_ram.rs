@@ -144,6 +144,11 @@ impl GuestRam for GuestMemory {
         Ok(sum)
     }
 
+    fn host_available(&self) -> Option<u64> {
+        // A host that does not say is one that is not watched.
+        crate::populate::available_bytes().unwrap_or_default()
+    }
+
     fn read_page(&self, pfn: Pfn, into: &mut [u8; 4096]) -> machine::Result<()> {
         let range = PageRange::new(pfn, 1).ok_or(Error::BytesOutsideRam {
             address: u64::MAX,

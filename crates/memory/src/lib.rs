@@ -30,5 +30,6 @@ mod zero_scan;
 pub use backing::{Backing, FileMode};
 pub use error::{Error, Result};
 pub use free_map::FreeMap;
+pub use populate::available_bytes;
 pub use presence::Presence;
 pub use ram::GuestMemory;

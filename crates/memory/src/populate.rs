@@ -73,11 +73,19 @@ fn chunks(range: PageRange) -> impl Iterator<Item = PageRange> {
 }
 
 fn check_memory(needed: u64) -> Result<()> {
-    let text = std::fs::read_to_string("/proc/meminfo").map_err(|e| Error::sys("reading /proc/meminfo", e))?;
-    match mem_field(&text, "MemAvailable:") {
+    match available_bytes()? {
         Some(available) if available < needed => Err(Error::NotEnoughMemory { needed, available }),
         _ => Ok(()),
     }
+}
+
+/// The memory that the host could give without swapping (`MemAvailable`), bytes; `None` where it does not say.
+///
+/// # Errors
+/// `/proc/meminfo` cannot be read.
+pub fn available_bytes() -> Result<Option<u64>> {
+    let text = std::fs::read_to_string("/proc/meminfo").map_err(|e| Error::sys("reading /proc/meminfo", e))?;
+    Ok(mem_field(&text, "MemAvailable:"))
 }
 
 /// A field of `/proc/meminfo`, in bytes.
@@ -103,5 +111,6 @@ mod tests {
     fn more_than_the_host_has_is_refused() {
         assert!(matches!(check_memory(1 << 50), Err(Error::NotEnoughMemory { .. })));
         check_memory(4096).unwrap();
+        assert!(available_bytes().unwrap().is_some_and(|bytes| bytes > 1 << 20));
     }
 }
