@@ -1,4 +1,7 @@
 //! What `migrate-recv` does: listen, rebuild the guest that comes, report at the hand-over, and let the guest run on.
+//!
+//! Invariant: once the guest was handed over, it exists here and nowhere else. A report that cannot be written, or a
+//! stdout that nobody reads, then costs a warning ([`cli::or_warn`]) and never the guest.
 
 use crate::Arguments;
 use cli::{After, Error, GuestReport, Receiving, RecvFlags, ReportOut, Role, Signals, SoftSlot};
@@ -27,7 +30,10 @@ pub(crate) fn run(arguments: Arguments) -> Result<u8, Error> {
         let receiving = signals.or(move || Receiving::new(&preparing)).await.map_err(early)?;
         let soft = receiving.soft();
         let ram_file = receiving.ram_file();
-        cli::print_line(&format!("listening on {}", listener.local_address()))?;
+        cli::print_line(&format!("listening on {}", listener.local_address())).inspect_err(|_| {
+            // What --prealloc made of it.
+            ram_file.remove_if_ours();
+        })?;
 
         let options = options(&flags, receiving.is_populated());
         let mut receiving = receiving;
@@ -42,8 +48,8 @@ pub(crate) fn run(arguments: Arguments) -> Result<u8, Error> {
                 drop(guest);
                 soft.clear();
                 ram_file.remove_if_ours();
-                out.write_file(&outcome.report, None)?;
-                out.conclude(&outcome.report, None)?;
+                cli::or_warn(out.write_file(&outcome.report, None));
+                cli::or_warn(out.conclude(&outcome.report, None));
                 let error = outcome.error.as_deref().unwrap_or("no guest came");
                 eprintln!("migrate-recv: {ending}: {error}");
                 // Without a guest the receiver has not done what it is there for, whatever the engine says.
@@ -70,7 +76,7 @@ fn options(flags: &RecvFlags, populated: bool) -> ReceiveOptions {
     }
 }
 
-/// The guest is here: reports at once, then does with it what `--after` says.
+/// The guest is here: reports at once, then does with it what `--after` says. The one error is a guest that came to harm.
 async fn go_on(
     flags: &RecvFlags,
     out: &ReportOut,
@@ -79,7 +85,7 @@ async fn go_on(
     soft: &SoftSlot,
     signals: &mut Signals,
 ) -> Result<u8, Error> {
-    out.write_file(report, Some(GuestReport::default()))?;
+    cli::or_warn(out.write_file(report, Some(GuestReport::default())));
     let runs = guest.machine.is_running();
     let mut ticks = 0;
     if runs {
@@ -91,16 +97,14 @@ async fn go_on(
         ticks = soft.run(Some(first), signals).await?;
     }
     let word = check(out, report, soft, ticks)?;
-    out.conclude(report, Some(word))?;
+    cli::or_warn(out.conclude(report, Some(word)));
     match word.self_check {
         Some(_) => {
             let state = if runs { "runs on" } else { "is here, paused" };
-            out.say(&format!(
-                "guest: {state}; self-check of {} pages passed",
-                word.pages_checked
-            ))?;
+            let checked = word.pages_checked;
+            cli::or_warn(out.say(&format!("guest: {state}; self-check of {checked} pages passed")));
         }
-        None => out.say("guest: its RAM is here; it has nothing that runs")?,
+        None => cli::or_warn(out.say("guest: its RAM is here; it has nothing that runs")),
     }
     match flags.after {
         After::Run if flags.run_for.is_zero() && runs => {
@@ -122,9 +126,9 @@ fn check(out: &ReportOut, report: &Report, soft: &SoftSlot, ticks: u64) -> Resul
         return Ok(GuestReport::default());
     };
     let word = checked.report(ticks);
-    out.write_file(report, Some(word))?;
+    cli::or_warn(out.write_file(report, Some(word)));
     if let Err(error) = checked.passed() {
-        out.conclude(report, Some(word))?;
+        cli::or_warn(out.conclude(report, Some(word)));
         return Err(Error::Failed(format!("the guest came to harm on its way: {error}")));
     }
     Ok(word)

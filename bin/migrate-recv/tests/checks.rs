@@ -41,6 +41,46 @@ fn nonsense_is_a_usage_error() {
 }
 
 #[test]
+fn a_report_that_cannot_be_written_is_refused_before_a_source_comes() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::create_dir(folder.path().join("receiver.json")).unwrap();
+    let ended = Running::refused_receiver(folder.path(), &ANY);
+    ended.expect(2).says("is a folder");
+    assert_eq!(ended.out, "", "it did not listen");
+}
+
+#[test]
+fn a_guest_that_arrived_outlives_a_stdout_that_nobody_reads() {
+    let folder = tempfile::tempdir().unwrap();
+    let receiving = Running::unread_receiver(folder.path(), &["--run-for", "0"]);
+    Running::source(folder.path(), &receiving.address.clone(), &GUEST)
+        .end()
+        .expect(0);
+    // The sentence about its first check cannot be printed; it runs on until it is told to end.
+    receiving.wait_for_stderr("warning: writing to stdout");
+    receiving.signal(Signal::TERM);
+    let ended = receiving.end();
+    ended.expect(0);
+    let guest = &ended.report()["guest"];
+    assert_eq!(guest["self_check"], "passed");
+    assert!(guest["ticks"].as_u64() > Some(0), "{guest}");
+}
+
+#[test]
+fn a_guest_that_arrived_outlives_a_report_that_cannot_be_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let receiving = Running::receiver(folder.path(), &["--run-for", "0"]);
+    // It comes in the report's way after the check.
+    std::fs::create_dir(folder.path().join("receiver.json")).unwrap();
+    Running::source(folder.path(), &receiving.address.clone(), &GUEST)
+        .end()
+        .expect(0);
+    receiving.wait_for_stderr("warning: writing the report");
+    receiving.signal(Signal::TERM);
+    receiving.end().expect(0);
+}
+
+#[test]
 fn a_signal_ends_the_wait() {
     let folder = tempfile::tempdir().unwrap();
     for signal in [Signal::INT, Signal::TERM] {

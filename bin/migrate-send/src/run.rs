@@ -37,7 +37,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<u8, Error> {
     })
 }
 
-/// Reports. A guest that stayed here goes on; that it is unharmed, it says itself.
+/// Reports. A guest that stayed here goes on; that it is unharmed, it says itself. The exit code tells where the guest is:
+/// a report that cannot be written must not make 4, "still the source's", of a guest that was handed over.
 async fn conclude(out: &ReportOut, finished: Finished, soft: &SoftSlot, signals: &mut Signals) -> Result<u8, Error> {
     let Finished { outcome, guest } = finished;
     if let Some(error) = &outcome.error {
@@ -53,16 +54,14 @@ async fn conclude(out: &ReportOut, finished: Finished, soft: &SoftSlot, signals:
             harm = checked.passed().err();
         }
     }
-    out.write_file(&outcome.report, word)?;
-    out.conclude(&outcome.report, word)?;
+    cli::or_warn(out.write_file(&outcome.report, word));
+    cli::or_warn(out.conclude(&outcome.report, word));
     if let Some(error) = harm {
         return Err(Error::Failed(format!("the guest came to harm: {error}")));
     }
     if let Some(word) = word {
-        out.say(&format!(
-            "the guest is unharmed: self-check of {} pages passed",
-            word.pages_checked
-        ))?;
+        let checked = word.pages_checked;
+        cli::or_warn(out.say(&format!("the guest is unharmed: self-check of {checked} pages passed")));
     }
     Ok(outcome.ending.exit_code())
 }

@@ -29,7 +29,7 @@ pub use logging::{LogFlags, LogFormat, OutputFlags};
 pub use progress::show_progress;
 pub use receiving::{RamFile, Receiving};
 pub use recv_flags::{After, Corrupt, RecvFlags};
-pub use report_out::{GuestReport, ReportOut, print_line, report_early};
+pub use report_out::{GuestReport, ReportOut, or_warn, print_line, report_early};
 pub use runtime::{Signals, block_on};
 pub use send_flags::{AskChoice, MAX_STREAMS, OnTimeoutChoice, SendFlags, SkipChoice, Streams};
 pub use soft::{SelfChecked, SoftSlot};

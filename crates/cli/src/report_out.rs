@@ -48,18 +48,36 @@ impl ReportOut {
         }
     }
 
-    /// Checks that the report's folder is there, so that a migration does not run and then lose its report.
+    /// Checks that the report can be written where it is to go, so that a migration does not run and then lose its
+    /// report: makes, and removes, the file that will stand beside its place.
     ///
     /// # Errors
-    /// [`Error::Usage`] names the folder.
+    /// [`Error::Usage`] names the folder or the file, for it is the flag that is wrong, and nothing was begun.
     pub fn check(&self) -> Result<(), Error> {
-        match self.file.as_deref().map(folder_of) {
-            Some(folder) if !folder.is_dir() => Err(Error::Usage(format!(
+        let Some(file) = &self.file else { return Ok(()) };
+        let folder = folder_of(file);
+        if !folder.is_dir() {
+            return Err(Error::Usage(format!(
                 "--report: there is no folder {} to write the report to",
                 folder.display()
-            ))),
-            _ => Ok(()),
+            )));
         }
+        if file.is_dir() {
+            return Err(Error::Usage(format!(
+                "--report: {} is a folder: name a file in it",
+                file.display()
+            )));
+        }
+        let tried = beside(file).and_then(|beside| {
+            std::fs::write(&beside, [])?;
+            std::fs::remove_file(&beside)
+        });
+        tried.map_err(|error| {
+            Error::Usage(format!(
+                "--report: a report cannot be written to {}: {error}",
+                file.display()
+            ))
+        })
     }
 
     /// Writes the report to its file, if it has one. May be called again when more is known.
@@ -162,6 +180,14 @@ pub fn print_line(line: &str) -> Result<(), Error> {
     print_stdout(&format!("{line}\n"))
 }
 
+/// Makes a warning on stderr of a report or sentence that could not be written. For use once a migration has an outcome:
+/// that stands, and a guest that is here goes on, whatever becomes of the words about it.
+pub fn or_warn(written: Result<(), Error>) {
+    if let Err(error) = written {
+        eprintln!("warning: {error}");
+    }
+}
+
 /// Prints to stdout and flushes; a reader that went away is an error, not a panic.
 fn print_stdout(text: &str) -> Result<(), Error> {
     let mut out = std::io::stdout().lock();
@@ -176,15 +202,18 @@ fn folder_of(file: &Path) -> &Path {
     }
 }
 
-fn write_atomically(file: &Path, bytes: &[u8]) -> Result<(), Error> {
-    let failed = |error: std::io::Error| Error::Failed(format!("writing the report to {}: {error}", file.display()));
-    let name = file
-        .file_name()
-        .ok_or_else(|| failed(std::io::ErrorKind::InvalidInput.into()))?;
+/// The file that a report is written to before it is renamed.
+fn beside(file: &Path) -> std::io::Result<PathBuf> {
+    let name = file.file_name().ok_or(std::io::ErrorKind::InvalidInput)?;
     let mut beside = std::ffi::OsString::from(".");
     beside.push(name);
     beside.push(format!(".{}", std::process::id()));
-    let beside = folder_of(file).join(beside);
+    Ok(folder_of(file).join(beside))
+}
+
+fn write_atomically(file: &Path, bytes: &[u8]) -> Result<(), Error> {
+    let failed = |error: std::io::Error| Error::Failed(format!("writing the report to {}: {error}", file.display()));
+    let beside = beside(file).map_err(failed)?;
     let written = std::fs::write(&beside, bytes).and_then(|()| std::fs::rename(&beside, file));
     if written.is_err() {
         // The half-written file helps nobody; that it cannot be removed either adds nothing to the error.
@@ -356,9 +385,19 @@ mod tests {
                 .contains("no/report.json")
         );
         out(Some(PathBuf::from("report.json"))).check().unwrap();
+        let good = out(Some(folder.path().join("good.json")));
+        good.check().unwrap();
+        assert_eq!(
+            std::fs::read_dir(folder.path()).unwrap().count(),
+            0,
+            "a check leaves nothing"
+        );
         // A folder in the report's place: the rename fails, and nothing stays behind.
         let taken = folder.path().join("taken");
         std::fs::create_dir(&taken).unwrap();
+        let error = out(Some(taken.clone())).check().unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+        assert!(error.to_string().contains("is a folder"), "{error}");
         assert!(out(Some(taken)).write_file(&report(), None).is_err());
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
     }

@@ -6,7 +6,8 @@
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -32,6 +33,8 @@ pub(crate) struct Running {
     child: Child,
     out: Option<JoinHandle<String>>,
     err: Option<JoinHandle<String>>,
+    /// What stderr has said so far.
+    heard: Arc<Mutex<String>>,
     /// Where it listens, for a receiver.
     pub(crate) address: String,
     /// Its report's file.
@@ -62,6 +65,17 @@ impl Running {
 
     /// Starts a receiver and waits until it listens.
     pub(crate) fn receiver(folder: &Path, arguments: &[&str]) -> Running {
+        let (mut running, out) = Running::listening(folder, arguments);
+        running.out = Some(gather(out, Arc::default()));
+        running
+    }
+
+    /// Like `receiver`, but nobody reads its stdout after the first line.
+    pub(crate) fn unread_receiver(folder: &Path, arguments: &[&str]) -> Running {
+        Running::listening(folder, arguments).0
+    }
+
+    fn listening(folder: &Path, arguments: &[&str]) -> (Running, BufReader<ChildStdout>) {
         let mut all = arguments.to_vec();
         for (flag, value) in [("--listen", "tcp:127.0.0.1:0"), ("--run-for", "200ms")] {
             if !all.contains(&flag) {
@@ -74,9 +88,8 @@ impl Running {
         out.read_line(&mut first).unwrap();
         let address = first.trim().strip_prefix("listening on ").map(str::to_owned);
         let mut running = Running::watch(child, report);
-        running.out = Some(gather(out));
         running.address = address.unwrap_or_else(|| panic!("the first line is {first:?}"));
-        running
+        (running, out)
     }
 
     /// Starts a receiver that is not expected to listen.
@@ -84,7 +97,7 @@ impl Running {
         let (mut child, report) = Running::start("migrate-recv", arguments, folder.join("receiver.json"));
         let out = child.stdout.take().unwrap();
         let mut running = Running::watch(child, report);
-        running.out = Some(gather(out));
+        running.out = Some(gather(out, Arc::default()));
         running.end()
     }
 
@@ -95,16 +108,18 @@ impl Running {
         let (mut child, report) = Running::start("migrate-send", &all, folder.join("source.json"));
         let out = child.stdout.take().unwrap();
         let mut running = Running::watch(child, report);
-        running.out = Some(gather(out));
+        running.out = Some(gather(out, Arc::default()));
         running
     }
 
     fn watch(mut child: Child, report: PathBuf) -> Running {
-        let err = Some(gather(child.stderr.take().unwrap()));
+        let heard = Arc::default();
+        let err = Some(gather(child.stderr.take().unwrap(), Arc::clone(&heard)));
         Running {
             child,
             out: None,
             err,
+            heard,
             address: String::new(),
             report,
         }
@@ -113,6 +128,19 @@ impl Running {
     /// Sends it a signal.
     pub(crate) fn signal(&self, signal: rustix::process::Signal) {
         rustix::process::kill_process(rustix::process::Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    /// Waits until its stderr says something.
+    pub(crate) fn wait_for_stderr(&self, words: &str) {
+        let began = Instant::now();
+        while !self.heard.lock().unwrap().contains(words) {
+            assert!(
+                began.elapsed() < HANG,
+                "nothing of '{words}': {}",
+                self.heard.lock().unwrap()
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 
     /// Waits for its end.
@@ -125,7 +153,9 @@ impl Running {
             assert!(began.elapsed() < HANG, "{} hangs", self.report.display());
             std::thread::sleep(Duration::from_millis(5));
         };
-        let text = |thread: &mut Option<JoinHandle<String>>| thread.take().unwrap().join().unwrap();
+        let text = |thread: &mut Option<JoinHandle<String>>| {
+            thread.take().map_or_else(String::new, |thread| thread.join().unwrap())
+        };
         let report = std::fs::read(&self.report)
             .ok()
             .map(|bytes| serde_json::from_slice(&bytes).unwrap());
@@ -182,10 +212,15 @@ impl Ended {
     }
 }
 
-fn gather(mut from: impl Read + Send + 'static) -> JoinHandle<String> {
+/// Reads until the end; what came so far is in `heard`.
+fn gather(from: impl Read + Send + 'static, heard: Arc<Mutex<String>>) -> JoinHandle<String> {
     std::thread::spawn(move || {
-        let mut text = String::new();
-        from.read_to_string(&mut text).unwrap();
-        text
+        let mut from = BufReader::new(from);
+        let mut line = String::new();
+        while from.read_line(&mut line).unwrap() > 0 {
+            heard.lock().unwrap().push_str(&line);
+            line.clear();
+        }
+        heard.lock().unwrap().clone()
     })
 }
