@@ -70,6 +70,8 @@ pub enum Step {
     Zero,
     /// [`DestinationAction::Restore`]
     Restore,
+    /// [`DestinationAction::Discard`]
+    Discard,
     /// The control connection.
     Control,
 }
@@ -274,9 +276,9 @@ pub enum DestinationAction {
     },
     /// Restore the machine. -> `Restored`
     Restore(MachineState),
-    /// Let the guest run. -> `Resumed`
+    /// Let the guest run. -> `Resumed`. Where it fails, whatever of the guest was started is stopped first.
     Resume,
-    /// Throw machine and RAM away: this copy never runs. Not answered.
+    /// Throw machine and RAM away: this copy never runs again. No vCPU of it runs when it is answered. -> `Discarded`
     Discard,
     /// Close all connections once what was transmitted has left, and report. The last action.
     Finished(Box<Outcome>),
@@ -324,6 +326,8 @@ pub enum DestinationEvent {
     Restored,
     /// See [`DestinationAction::Resume`].
     Resumed,
+    /// See [`DestinationAction::Discard`].
+    Discarded,
     /// An action failed, or a data stream did.
     Failed {
         /// Which.

@@ -137,6 +137,7 @@ impl fmt::Display for Step {
             Step::Receive => "receiving pages",
             Step::Zero => "zeroing pages",
             Step::Restore => "restoring the machine's state",
+            Step::Discard => "throwing the copy of the guest away",
             Step::Control => "speaking to the peer",
         })
     }

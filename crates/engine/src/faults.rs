@@ -21,6 +21,8 @@ pub enum Fault {
     ResumeAfterCommit,
     /// The destination resumes as soon as it is ready.
     ResumeBeforeCommit,
+    /// The destination says that it does not run the guest before its copy is gone.
+    AnswerBeforeDiscard,
     /// Tracking stays on after a failure.
     ForgetStopTracking,
 }

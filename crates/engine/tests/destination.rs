@@ -90,6 +90,7 @@ impl Hand {
             match action {
                 DestinationAction::Transmit(message) => self.messages.push(message),
                 DestinationAction::Finished(outcome) => self.end = Some(*outcome),
+                // Answered by the tests that wait for it.
                 DestinationAction::Discard => self.discarded = true,
                 DestinationAction::Prepare(_) => self.steps.push(Step::Prepare),
                 DestinationAction::Zero(_) => self.steps.push(Step::Zero),
@@ -400,8 +401,33 @@ fn a_guest_that_does_not_resume_goes_back() {
         step: Step::Resume,
         error: "no vCPU".to_owned(),
     });
+    assert!(hand.discarded && hand.end.is_none());
+    assert!(
+        matches!(hand.messages.last(), Some(Message::Ready { .. })),
+        "a vCPU may run here until the copy is gone"
+    );
+    hand.on(DestinationEvent::PeerGone {
+        error: "reset".to_owned(),
+    })
+    .on(DestinationEvent::Discarded);
     assert!(matches!(hand.messages.last(), Some(Message::NotRunning(not)) if not.reason.contains("no vCPU")));
-    assert!(hand.discarded && hand.end.as_ref().unwrap().ending == Ending::Failed);
+    assert!(hand.end.as_ref().unwrap().ending == Ending::Failed);
+}
+
+#[test]
+fn a_copy_that_cannot_be_thrown_away_is_not_said_to_be_gone() {
+    let mut hand = ready(DestinationConfig::default());
+    for step in [Step::Resume, Step::Discard] {
+        if step == Step::Resume {
+            hand.hears(commit());
+        }
+        hand.on(DestinationEvent::Failed {
+            step,
+            error: "a vCPU is stuck".to_owned(),
+        });
+    }
+    assert!(matches!(hand.messages.last(), Some(Message::Ready { .. })));
+    assert_eq!(hand.end.as_ref().unwrap().ending, Ending::Unknown);
 }
 
 #[test]

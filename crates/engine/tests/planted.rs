@@ -105,6 +105,16 @@ fn planted_resume_before_commit() {
 }
 
 #[test]
+fn planted_answer_before_discard() {
+    let resume_fails = |rng: &mut Rng| Mishaps {
+        destination_action: Some(1 + rng.below(4) as usize),
+        ..Mishaps::default()
+    };
+    let broken = caught(Fault::AnswerBeforeDiscard, resume_fails);
+    assert!(broken.contains("before the destination's copy was gone"), "{broken}");
+}
+
+#[test]
 fn planted_forget_stop_tracking() {
     let broken = caught(Fault::ForgetStopTracking, message_lost);
     assert!(broken.contains("tracking is left on"), "{broken}");

@@ -70,7 +70,9 @@ pub trait Machine: Send {
     /// in flight before is in the dirty tracker. Fine to call on a paused machine.
     fn pause(&mut self) -> Result<()>;
 
-    /// Lets the guest go on. Fine to call on a running machine.
+    /// Lets the guest go on. Fine to call on a running machine. Whatever fails leaves no vCPU running: those that were
+    /// started are stopped before the error is returned, as the guest may be resumed elsewhere because of it. A machine
+    /// being moved here is paused once more and then dropped, whatever the pause says; its drop has to end its vCPUs.
     fn resume(&mut self) -> Result<()>;
 
     /// The state of vCPUs and devices of a paused machine. Must not change the machine: it may have to go on.

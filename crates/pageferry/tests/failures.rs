@@ -147,6 +147,24 @@ async fn case_05_the_receiver_rejects_the_state() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_resume_that_failed_half_way_is_stopped_before_the_source_resumes() {
+    let plant = |inner: &Inner| inner.fail_resume.store(true, Ordering::SeqCst);
+    let (receiving, address, made) = receiver_at("tcp:127.0.0.1:0", receive_options(), plant);
+    let (guest, probe) = busy_guest(&layout(), free());
+    let sending = Migration::send(guest, &address, send_options(2));
+    let (source, destination) = guarded(async { tokio::join!(sending.finish(), receiving.finish()) }).await;
+    for finished in [&source, &destination] {
+        assert_eq!(finished.outcome.ending, Ending::Failed);
+        let error = finished.outcome.error.as_ref().unwrap();
+        assert!(error.contains("vcpu1 does not start"), "{error}");
+    }
+    let there = &made.lock().unwrap()[0];
+    assert!(destination.guest.is_none() && !there.is_running(), "two copies run");
+    assert_eq!(there.inner.pauses.load(Ordering::SeqCst), 1);
+    probe.assert_unharmed();
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_source_whose_state_cannot_be_saved_and_one_that_panics() {
     for panics in [false, true] {
         let (guest, probe) = busy_guest(&layout(), None);

@@ -25,6 +25,8 @@ pub(super) struct Handover {
     /// How long the restore had to wait for digests.
     pub(super) verify_wait: Duration,
     pub(super) commit: Option<Commit>,
+    /// Why the guest that was handed over does not run here, while its copy is thrown away.
+    not_running: Option<String>,
 }
 
 impl Destination {
@@ -174,16 +176,40 @@ impl Destination {
         self.finish(Ending::Completed, None);
     }
 
-    /// The guest was handed over and cannot be run. It never will be: the source may resume it.
+    /// The guest was handed over and cannot be run. The resume that failed may have started a part of it: the source is
+    /// told only once this copy is gone.
     pub(super) fn does_not_run(&mut self, error: &Error) {
-        let reason = error.to_string();
+        self.handover.not_running = Some(error.to_string());
+        self.state = State::Returning;
+        if self.planted.has(Fault::AnswerBeforeDiscard) {
+            self.push(DestinationAction::Transmit(Message::NotRunning(wire::NotRunning {
+                reason: error.to_string(),
+            })));
+        }
+        self.push(DestinationAction::Discard);
+    }
+
+    /// This copy is gone and never runs: the source may resume its own.
+    pub(super) fn discarded(&mut self) {
+        let Some(reason) = self.handover.not_running.take() else {
+            return;
+        };
         self.push(DestinationAction::Transmit(Message::NotRunning(wire::NotRunning {
             reason: reason.clone(),
         })));
-        self.push(DestinationAction::Discard);
         self.finish(
             Ending::Failed,
             Some(format!("the guest went back to the {PEER}: {reason}")),
         );
+    }
+
+    /// Nobody knows what of this copy runs: the source must not be told that nothing does.
+    pub(super) fn cannot_discard(&mut self, error: &str) {
+        let reason = self.handover.not_running.take().unwrap_or_default();
+        let text = format!(
+            "{reason}; then throwing this copy away failed: {error}: the {PEER} keeps its copy paused; make sure that this \
+             process has ended, then resume the guest there"
+        );
+        self.finish(Ending::Unknown, Some(text));
     }
 }

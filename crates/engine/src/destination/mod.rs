@@ -3,13 +3,16 @@
 //! ```text
 //! Greeting -> Preparing -> Receiving (rounds 0..n) -> Collecting (state, digests) -> Restoring -> Ready
 //!    -> (Commit) -> Resuming -> Finished
+//!                      | the guest cannot be run
+//!                      +-> Returning (Discard) -> NotRunning, Finished
 //! any of them before Commit has come -> Abort, Discard, Finished
 //! ```
 //!
 //! Invariants:
 //!
 //! - the guest is resumed after `Commit` has come and never before; after this side has given up it is never resumed,
-//!   which is what lets the source resume its copy when it is told so;
+//!   which is what lets the source resume its copy when it is told so. A resume that failed may have started a vCPU:
+//!   the source is told only once that copy is gone;
 //! - before `Ready` every page of RAM has a fate: a source that lost pages is refused;
 //! - a page is told once in a round, and a round is closed only when every stream's marker and the source's `RoundEnd`
 //!   have come and what had to be zeroed is zeroed.
@@ -55,6 +58,8 @@ enum State {
     Restoring,
     Ready,
     Resuming,
+    /// The guest could not be run: its copy is being thrown away, and then the source may have it back.
+    Returning,
     Finished,
 }
 
@@ -189,7 +194,8 @@ impl Destination {
             DestinationAction::Digest { .. } => self.awaiting.push_back(Step::Digest),
             DestinationAction::Restore(_) => self.awaiting.push_back(Step::Restore),
             DestinationAction::Resume => self.awaiting.push_back(Step::Resume),
-            DestinationAction::Transmit(_) | DestinationAction::Discard | DestinationAction::Finished(_) => {}
+            DestinationAction::Discard => self.awaiting.push_back(Step::Discard),
+            DestinationAction::Transmit(_) | DestinationAction::Finished(_) => {}
         }
         Some(action)
     }
@@ -208,6 +214,7 @@ impl Destination {
             State::Receiving => Phase::Precopy,
             State::Collecting | State::Restoring | State::Ready => Phase::Switchover,
             State::Resuming => Phase::Committed,
+            State::Returning => Phase::Undoing,
             State::Finished => Phase::Finished,
         };
         self.rounds.as_ref().map_or(
@@ -316,6 +323,7 @@ impl Destination {
             DestinationEvent::Digested(_) => Step::Digest,
             DestinationEvent::Restored => Step::Restore,
             DestinationEvent::Resumed => Step::Resume,
+            DestinationEvent::Discarded => Step::Discard,
             _ => return,
         };
         if self.awaiting.front() != Some(&step) {
@@ -331,6 +339,7 @@ impl Destination {
             DestinationEvent::Digested(sums) => self.digested(sums),
             DestinationEvent::Restored => self.restored(),
             DestinationEvent::Resumed => self.runs(true),
+            DestinationEvent::Discarded => self.discarded(),
             _ => {}
         }
     }
@@ -361,8 +370,10 @@ impl Destination {
             self.awaiting.pop_front();
         }
         if self.committed() {
-            if on_guest && step == Step::Resume {
-                self.does_not_run(&Error::Step { step, error });
+            match step {
+                Step::Resume if on_guest => self.does_not_run(&Error::Step { step, error }),
+                Step::Discard if on_guest => self.cannot_discard(&error),
+                _ => {}
             }
             return;
         }

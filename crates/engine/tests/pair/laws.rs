@@ -1,6 +1,6 @@
 //! The laws: what must hold at every step, and at the end.
 
-use super::{GARBAGE, Guest, POISON, Pair};
+use super::{Copy, GARBAGE, Guest, POISON, Pair};
 use engine::{Chunk, Content, Ending, SourceAction, Step};
 use pages::{Layout, PageSet};
 use std::sync::Arc;
@@ -180,6 +180,12 @@ impl Pair {
         let made = self.copy.made && !self.copy.discarded;
         made.then(|| "the destination kept its copy".to_owned())
     }
+}
+
+/// Whoever hears that the guest does not run here resumes it: by then no part of this copy may.
+pub(super) fn destination_says(message: &Message, copy: &Copy) -> Option<String> {
+    let early = matches!(message, Message::NotRunning(_)) && !copy.discarded;
+    early.then(|| "NotRunning before the destination's copy was gone".to_owned())
 }
 
 /// The step that an action on the guest is.

@@ -314,7 +314,11 @@ impl Pair {
                 self.breach(format!("the destination wants {action:?} after its end"));
             }
             match action {
-                DestinationAction::Transmit(message) => self.carry(message, false),
+                DestinationAction::Transmit(message) => {
+                    let breach = laws::destination_says(&message, &self.copy);
+                    self.breaches.extend(breach);
+                    self.carry(message, false);
+                }
                 DestinationAction::Finished(outcome) => {
                     self.destination_end = Some(*outcome);
                     self.to_source.push_back(Control::Gone);
@@ -426,12 +430,14 @@ impl Pair {
             DestinationAction::Digest { .. } => Step::Digest,
             DestinationAction::Restore(_) => Step::Restore,
             DestinationAction::Resume => Step::Resume,
-            _ => Step::Control,
+            _ => Step::Discard,
         };
-        if step != Step::Control {
+        if step != Step::Discard {
             let fails = self.mishaps.destination_action == Some(self.destination_actions);
             self.destination_actions += 1;
             if fails {
+                // The first vCPUs were started before one failed.
+                self.copy.running = step == Step::Resume;
                 let error = "the host said no".to_owned();
                 return self
                     .destination
@@ -474,7 +480,7 @@ impl Pair {
             _ => {
                 self.copy.discarded = true;
                 self.copy.running = false;
-                return;
+                DestinationEvent::Discarded
             }
         };
         self.destination.handle(event, self.now);

@@ -6,7 +6,7 @@ use crate::data::{Gate, Headroom, Receiver};
 use crate::handle::Watch;
 use crate::pulse::{Held, Pulse};
 use crate::transport::Closer;
-use crate::worker::{DestinationWorker, Said};
+use crate::worker::{DestinationWorker, Said, destination_step_of as step_of};
 use crate::{ReceiveOptions, report};
 use engine::{Destination, DestinationAction, DestinationEvent, Ending, Outcome, Step};
 use machine::GuestRam;
@@ -154,7 +154,7 @@ impl<'a> Session<'a> {
     fn said(&mut self, said: Said) {
         match said {
             Said::Event(event) => self.handle(event),
-            Said::Discarded => {}
+            Said::Discarded => self.handle(DestinationEvent::Discarded),
             Said::Made(ram) => {
                 let due = tokio::time::Instant::now() + self.options.handshake_timeout;
                 self.made = Some((ram, due));
@@ -257,8 +257,9 @@ impl<'a> Session<'a> {
                 if !matches!(action, DestinationAction::Zero(_)) {
                     tracing::info!(action = name(&action), "on the guest");
                 }
+                let step = step_of(&action);
                 if !self.worker.carry_out(action) {
-                    self.failed(Step::Control, "the guest's thread died".to_owned());
+                    self.failed(step, "the guest's thread died".to_owned());
                 }
             }
         }

@@ -107,10 +107,21 @@ struct Destination {
 impl Destination {
     fn carry_out(&mut self, action: DestinationAction) -> Option<Said> {
         let step = step_of(&action);
-        match guarded(step, || self.call(action)) {
-            Ok(said) => said,
-            Err((step, error)) => Some(Said::Event(DestinationEvent::Failed { step, error })),
+        let (step, mut error) = match guarded(step, || self.call(action)) {
+            Ok(said) => return said,
+            Err(failure) => failure,
+        };
+        if step == Step::Resume
+            && let Err((_, then)) = guarded(step, || self.stop())
+        {
+            error.push_str(&format!("; then stopping what was started failed: {then}"));
         }
+        Some(Said::Event(DestinationEvent::Failed { step, error }))
+    }
+
+    /// A resume that failed may have started vCPUs: they stop before the guest is thrown away.
+    fn stop(&mut self) -> Result<(), Failure> {
+        at(Step::Pause, self.guest(Step::Pause)?.machine.pause())
     }
 
     fn call(&mut self, action: DestinationAction) -> Result<Option<Said>, Failure> {
@@ -186,9 +197,10 @@ impl Destination {
 }
 
 /// What a failure of `action` is called.
-fn step_of(action: &DestinationAction) -> Step {
+pub(crate) fn step_of(action: &DestinationAction) -> Step {
     match action {
-        DestinationAction::Transmit(_) | DestinationAction::Finished(_) | DestinationAction::Discard => Step::Control,
+        DestinationAction::Transmit(_) | DestinationAction::Finished(_) => Step::Control,
+        DestinationAction::Discard => Step::Discard,
         DestinationAction::Prepare(_) => Step::Prepare,
         DestinationAction::Zero(_) => Step::Zero,
         DestinationAction::Digest { .. } => Step::Digest,

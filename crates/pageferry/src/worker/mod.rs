@@ -7,7 +7,7 @@ mod destination;
 mod digest;
 mod source;
 
-pub(crate) use destination::{DestinationWorker, Prepare, Said};
+pub(crate) use destination::{DestinationWorker, Prepare, Said, step_of as destination_step_of};
 pub(crate) use source::{SourceWorker, step_of};
 
 use engine::Step;

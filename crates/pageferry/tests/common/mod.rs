@@ -52,6 +52,8 @@ pub struct Inner {
     pub begun: AtomicU64,
     pub ended: AtomicU64,
     pub refuse_restore: AtomicBool,
+    /// A resume starts the first vCPUs, and fails.
+    pub fail_resume: AtomicBool,
     pub refuse_save: AtomicBool,
     pub panic_in_save: AtomicBool,
     /// Bytes that a third device saves; 0: there is none.
@@ -120,6 +122,9 @@ impl Machine for TestMachine {
     fn resume(&mut self) -> machine::Result<()> {
         self.inner.resumes.fetch_add(1, Ordering::SeqCst);
         self.inner.running.store(true, Ordering::SeqCst);
+        if self.inner.fail_resume.load(Ordering::SeqCst) {
+            return Err(machine::Error::Refused("vcpu1 does not start".to_owned()));
+        }
         Ok(())
     }
 
