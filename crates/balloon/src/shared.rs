@@ -52,8 +52,12 @@ impl<M: GuestAddressSpace + Send> FreePages for SharedBalloon<M> {
         })
     }
 
+    /// Only of a guest that took MUST_TELL_HOST. Without it a guest may use a page of the balloon again before it says so
+    /// (virtio 1.3, section 5.5.6), and a page that was written before tracking began would be taken for ballooned.
     fn ballooned(&mut self) -> Option<PageSet> {
-        Some(self.lock().ballooned().clone())
+        let balloon = self.lock();
+        let told = balloon.driver_features() & crate::feature::MUST_TELL_HOST != 0;
+        told.then(|| balloon.ballooned().clone())
     }
 
     fn poison(&self) -> Option<u32> {

@@ -483,3 +483,17 @@ fn reported_blocks_are_given_back_by_whole_granules() {
     assert_eq!(rig.take_discards(), []);
     assert_eq!(rig.device.lock().counters().malformed, 2);
 }
+
+/// Without MUST_TELL_HOST a guest may use a page again before it says so: what the balloon holds is then no reason to
+/// leave a page behind.
+#[test]
+fn only_a_guest_that_tells_first_is_believed_about_its_balloon() {
+    for (features, believed) in [(0, false), (MUST_TELL_HOST, true)] {
+        let mut rig = Rig::new(Standard, features);
+        rig.write(BUFFERS, &5000u32.to_le_bytes());
+        rig.send(0, &[(BUFFERS, 4, false)]);
+        assert_eq!(rig.ballooned(), [range(5000, 1)]);
+        let told = machine::FreePages::ballooned(&mut rig.device);
+        assert_eq!(told.map(|pages| pages.count()), believed.then_some(1));
+    }
+}

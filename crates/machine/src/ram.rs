@@ -68,6 +68,11 @@ pub trait GuestRam: Send + Sync {
     /// number as the seed, low half first.
     fn digest(&self, range: PageRange) -> Result<u128>;
 
+    /// Whether all of it holds memory of the host already: nothing has to be found for pages that come.
+    fn is_populated(&self) -> bool {
+        false
+    }
+
     /// Bytes of memory that the host could still give without swapping; `None` where nobody needs to look, because
     /// memory was set aside before, or where it cannot be told. A destination asks while pages come.
     fn host_available(&self) -> Option<u64> {

@@ -21,7 +21,8 @@ pub trait DirtyTracker: Send {
     /// that races with it is in this harvest or in the next one, never in neither.
     fn harvest(&mut self) -> Result<PageSet>;
 
-    /// Puts pages back that a harvest took: the next harvest returns them again.
+    /// Puts pages back that a harvest took: the next harvest returns them again, whoever makes it. Owed where the log is
+    /// not ours alone; an implementation whose log ends with `stop` keeps them until then.
     fn give_back(&mut self, pages: &PageSet) -> Result<()>;
 
     /// How many pages of `range` were written since `start` or the last harvest, without forgetting them; `None` if

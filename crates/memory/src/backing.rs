@@ -248,6 +248,22 @@ fn huge_zero_page() -> bool {
     std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/use_zero_page").map_or(true, |text| text.trim() != "0")
 }
 
+/// Opens a small file to be read whole; a pipe in its place would make that wait.
+pub(crate) fn open_regular(path: &Path, what: &str) -> Result<File> {
+    let failed = |e| Error::sys(format!("reading {what} {}", path.display()), e);
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(path)
+        .map_err(failed)?;
+    let kind = file.metadata().map_err(failed)?.file_type();
+    if kind.is_file() {
+        Ok(file)
+    } else {
+        Err(not_regular(path, kind))
+    }
+}
+
 fn not_regular(path: &Path, kind: std::fs::FileType) -> Error {
     tracing::debug!(
         path = %path.display(),

@@ -28,7 +28,7 @@ pub enum Error {
         len: u64,
     },
     /// Not something that RAM can be mapped from.
-    #[error("RAM file {0} is not a regular file; name a file on tmpfs, hugetlbfs or a disk")]
+    #[error("{0} is not a regular file; name a file on tmpfs, hugetlbfs or a disk")]
     NotRegular(PathBuf),
     /// The file and the layout do not belong together.
     #[error("RAM file {path} has {got} bytes, but the guest's RAM has {expected}; give the layout it was written with")]

@@ -5,7 +5,7 @@
 use crate::error::{Error, Result};
 use machine::{Answer, AnswerCounts, AnswerSink, FreePages, GuestMemoryStats};
 use pages::{Layout, PageRange, PageSet};
-use std::fs::File;
+
 use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ impl FreeMap {
     pub fn load(path: impl AsRef<Path>, layout: &Arc<Layout>) -> Result<FreeMap> {
         let path = path.as_ref();
         let failed = |e| Error::sys(format!("reading free map {}", path.display()), e);
-        let file = File::open(path).map_err(failed)?;
+        let file = crate::backing::open_regular(path, "free map")?;
         // One byte more than there should be, to notice a longer one without reading it whole.
         let expected = layout.total_pages().div_ceil(8);
         let length = file.metadata().map_err(failed)?.len();
@@ -122,6 +122,16 @@ mod tests {
     fn layout() -> Arc<Layout> {
         let r = |start, count| PageRange::new(Pfn(start), count).unwrap();
         Arc::new(Layout::new(vec![r(0, 13), r(100, 7)]).unwrap())
+    }
+
+    #[test]
+    fn a_pipe_in_its_place_is_refused_and_waits_for_nobody() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe");
+        let made = std::process::Command::new("mkfifo").arg(&pipe).status().unwrap();
+        assert!(made.success());
+        assert!(matches!(FreeMap::load(&pipe, &layout()), Err(Error::NotRegular(_))));
+        assert!(matches!(crate::layout_file::load(&pipe), Err(Error::NotRegular(_))));
     }
 
     #[test]

@@ -144,6 +144,10 @@ impl GuestRam for GuestMemory {
         Ok(sum)
     }
 
+    fn is_populated(&self) -> bool {
+        self.populated.load(std::sync::atomic::Ordering::Relaxed)
+    }
+
     fn host_available(&self) -> Option<u64> {
         // A host that does not say is one that is not watched.
         crate::populate::available_bytes().unwrap_or_default()

@@ -6,7 +6,7 @@
 use crate::error::{Error, Result};
 use pages::{Layout, PAGE_BYTES, PageRange, Pfn};
 use serde::Deserialize;
-use std::fs::File;
+
 use std::io::Read;
 use std::path::Path;
 
@@ -35,7 +35,7 @@ pub fn load(path: impl AsRef<Path>) -> Result<Layout> {
     let path = path.as_ref();
     let failed = |e| Error::sys(format!("reading layout file {}", path.display()), e);
     let mut text = Vec::new();
-    let file = File::open(path).map_err(failed)?;
+    let file = crate::backing::open_regular(path, "layout file")?;
     file.take(MOST_BYTES + 1).read_to_end(&mut text).map_err(failed)?;
     if text.len() as u64 > MOST_BYTES {
         return Err(format(

@@ -39,7 +39,9 @@ impl GuestMemory {
                 t.join().map_err(lost).and_then(|result| result)
             });
             theirs.fold(mine, Result::and)
-        })
+        })?;
+        self.populated.store(true, Ordering::Relaxed);
+        Ok(())
     }
 
     /// Populates `range`, of one region, for writing. Its content stays.

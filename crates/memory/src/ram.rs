@@ -10,6 +10,7 @@ use pages::{Layout, PAGE_BYTES, PageRange, Pfn};
 use std::fmt;
 use std::fs::File;
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, Weak};
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
 
@@ -28,6 +29,8 @@ pub struct GuestMemory {
     regions: Vec<RegionMap>,
     /// `None` only while dropping.
     vm: Option<Arc<GuestMemoryMmap>>,
+    /// All of it was populated, and nothing was given back since.
+    pub(crate) populated: AtomicBool,
     /// The trackers' logs of discards.
     discards: RwLock<Vec<Weak<AtomicPages>>>,
 }
@@ -81,6 +84,7 @@ impl GuestMemory {
             pagemap,
             regions,
             vm: Some(Arc::new(vm)),
+            populated: AtomicBool::new(false),
             discards: RwLock::new(Vec::new()),
         })
     }
@@ -118,6 +122,7 @@ impl GuestMemory {
             return Ok(());
         }
         let place = self.place(whole)?;
+        self.populated.store(false, Ordering::Relaxed);
         match &self.storage.file {
             None => map::advise(place.addr, whole.bytes(), libc::MADV_DONTNEED),
             Some(file) => map::punch_hole(file, place.offset, whole.bytes()),

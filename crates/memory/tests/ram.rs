@@ -527,7 +527,7 @@ fn files_that_will_not_do_are_refused_by_name() {
         assert_eq!((expected, got), (4096 * 2568, wrong as u64));
     }
 
-    let huge = Arc::new(Layout::flat(1 << 33).unwrap());
+    let huge = Arc::new(Layout::flat(1 << 32).unwrap());
     let full = GuestMemory::new(huge, &Backing::create_file(dir.path().join("huge")));
     assert!(matches!(full, Err(Error::NoSpace { .. })), "{full:?}");
 }

@@ -1,13 +1,15 @@
 //! Where guest RAM lies in guest-physical space.
 
+use crate::set::BLOCK_PAGES;
 use crate::{PAGE_BYTES, PageRange, Pfn};
 use serde::{Deserialize, Serialize};
 
 /// The most regions a layout may have; KVM's own limit on x86 is 509 user memory slots.
 pub const MAX_REGIONS: usize = 512;
 
-/// The most pages a layout may have: 64 TiB. Bounds what a peer can make us allocate for page sets.
-pub const MAX_PAGES: u64 = 1 << 34;
+/// The most pages a layout may have: 16 TiB, as far as the balloon's 32-bit frame numbers reach. Bounds what a peer can
+/// make us allocate for page sets: 16 MiB for one that is empty.
+pub const MAX_PAGES: u64 = 1 << 32;
 
 /// One stretch of RAM: `pages` pages from guest frame `start` on.
 pub type Region = PageRange;
@@ -41,8 +43,8 @@ pub struct Layout {
     regions: Vec<Region>,
     /// For each region, the RAM-order index of its first page.
     first_index: Vec<u64>,
-    /// For each region, the first of its words in a page set; one more at the end for the total.
-    first_word: Vec<usize>,
+    /// For each region, the first of its blocks in a page set; one more at the end for the total.
+    first_block: Vec<usize>,
     total: u64,
 }
 
@@ -52,8 +54,8 @@ impl Layout {
         if regions.is_empty() || regions.len() > MAX_REGIONS {
             return Err(LayoutError::RegionCount(regions.len()));
         }
-        let (mut first_index, mut first_word) = (Vec::new(), vec![0]);
-        let (mut total, mut words, mut floor) = (0u64, 0usize, Pfn(0));
+        let (mut first_index, mut first_block) = (Vec::new(), vec![0]);
+        let (mut total, mut blocks, mut floor) = (0u64, 0usize, Pfn(0));
         for (i, region) in regions.iter().enumerate() {
             if region.is_empty() {
                 return Err(LayoutError::Empty(i, region.start()));
@@ -70,13 +72,14 @@ impl Layout {
             if total > MAX_PAGES {
                 return Err(LayoutError::TooLarge(total));
             }
-            words += usize::try_from(region.count().div_ceil(64)).map_err(|_| LayoutError::TooLarge(total))?;
-            first_word.push(words);
+            blocks +=
+                usize::try_from(region.count().div_ceil(BLOCK_PAGES)).map_err(|_| LayoutError::TooLarge(total))?;
+            first_block.push(blocks);
         }
         Ok(Layout {
             regions,
             first_index,
-            first_word,
+            first_block,
             total,
         })
     }
@@ -160,14 +163,14 @@ impl Layout {
         Some(Pfn(self.regions[i].start().0 + (index - self.first_index[i])))
     }
 
-    /// Words that a set of these pages has, each region padded to a whole word.
-    pub(crate) fn words(&self) -> usize {
-        self.first_word.last().copied().unwrap_or(0)
+    /// Blocks that a set of these pages has, those of each region by themselves.
+    pub(crate) fn blocks(&self) -> usize {
+        self.first_block.last().copied().unwrap_or(0)
     }
 
-    /// Index of the first word of region `i`.
-    pub(crate) fn first_word(&self, i: usize) -> usize {
-        self.first_word[i]
+    /// Index of the first block of region `i`, which may be one past the last region.
+    pub(crate) fn first_block(&self, i: usize) -> usize {
+        self.first_block[i]
     }
 }
 

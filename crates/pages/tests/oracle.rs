@@ -5,9 +5,11 @@ use proptest::prelude::*;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// Layouts of one to four regions, of odd sizes, some touching, some with holes between.
+/// Layouts of one to four regions, of odd sizes, some touching, some with holes between; half of them with regions of
+/// several blocks of 4096 pages.
 fn layouts() -> impl Strategy<Value = Arc<Layout>> {
-    prop::collection::vec((0u64..200, 1u64..200), 1..5).prop_map(|parts| {
+    let size = prop_oneof![1u64..200, 4000u64..4200, 8191u64..8194, 1u64..13_000];
+    prop::collection::vec((0u64..200, size), 1..5).prop_map(|parts| {
         let mut at = 0;
         let regions = parts.into_iter().map(|(gap, count)| {
             let region = PageRange::new(Pfn(at + gap), count).unwrap();
@@ -19,12 +21,29 @@ fn layouts() -> impl Strategy<Value = Arc<Layout>> {
 }
 
 fn ranges() -> impl Strategy<Value = Vec<PageRange>> {
-    prop::collection::vec((0u64..1000, 0u64..300), 0..12)
+    let range = prop_oneof![
+        (0u64..1000, 0u64..300),
+        (0u64..30_000, 0u64..9000),
+        (0u64..30_000, 0u64..300)
+    ];
+    prop::collection::vec(range, 0..12)
         .prop_map(|v| v.into_iter().map(|(s, c)| PageRange::new(Pfn(s), c).unwrap()).collect())
 }
 
+/// Bitmaps: of any bytes, and long ones that are mostly all ones or all zero.
+fn bytes() -> impl Strategy<Value = Vec<u8>> {
+    let long = prop::collection::vec(
+        prop_oneof![Just((0xff, 600)), Just((0, 600)), (any::<u8>(), 1usize..20)],
+        0..6,
+    );
+    prop_oneof![
+        prop::collection::vec(any::<u8>(), 0..80),
+        long.prop_map(|parts| parts.into_iter().flat_map(|(byte, count)| vec![byte; count]).collect()),
+    ]
+}
+
 fn oracle_of(set: &PageSet) -> BTreeSet<u64> {
-    (0..2000).filter(|p| set.contains(Pfn(*p))).collect()
+    (0..60_000).filter(|p| set.contains(Pfn(*p))).collect()
 }
 
 fn build(layout: &Arc<Layout>, ranges: &[PageRange]) -> (PageSet, BTreeSet<u64>) {
@@ -79,7 +98,7 @@ proptest! {
     }
 
     #[test]
-    fn next_run_and_take_run(layout in layouts(), add in ranges(), from in 0u64..1100, most in 1u64..100) {
+    fn next_run_and_take_run(layout in layouts(), add in ranges(), from in 0u64..40_000, most in 1u64..6000) {
         let (mut set, mut oracle) = build(&layout, &add);
         let run = set.next_run(Pfn(from));
         prop_assert_eq!(run.map(|r| r.start().0), oracle.range(from..).next().copied());
@@ -105,7 +124,7 @@ proptest! {
     }
 
     #[test]
-    fn bitmaps_by_frame_number(layout in layouts(), start in 0u64..700, bytes in prop::collection::vec(any::<u8>(), 0..80)) {
+    fn bitmaps_by_frame_number(layout in layouts(), start in 0u64..9000, bytes in bytes()) {
         let mut set = PageSet::empty(&layout);
         let new = set.insert_bitmap(Pfn(start), &bytes);
         let oracle: BTreeSet<u64> = (0..bytes.len() as u64 * 8)
@@ -118,7 +137,7 @@ proptest! {
     }
 
     #[test]
-    fn single_pages(layout in layouts(), ops in prop::collection::vec((any::<bool>(), 0u64..900), 0..60)) {
+    fn single_pages(layout in layouts(), ops in prop::collection::vec((any::<bool>(), 0u64..9000), 0..60)) {
         let (mut set, mut oracle) = (PageSet::empty(&layout), BTreeSet::new());
         for (put, pfn) in ops {
             if put {

@@ -77,10 +77,16 @@ impl FromStr for Workload {
 pub fn default_balloon(dialect: Dialect) -> balloon::Config {
     let features = match dialect {
         Dialect::Standard => {
-            feature::STATS_VQ | feature::DEFLATE_ON_OOM | feature::FREE_PAGE_HINT | feature::PAGE_POISON
+            feature::MUST_TELL_HOST
+                | feature::STATS_VQ
+                | feature::DEFLATE_ON_OOM
+                | feature::FREE_PAGE_HINT
+                | feature::PAGE_POISON
         }
-        Dialect::Bitmap => feature::STATS_VQ | feature::DEFLATE_ON_OOM | feature::MISC_VQ,
-        Dialect::BitmapRfc => feature::STATS_VQ | feature::DEFLATE_ON_OOM | feature::PAGE_BITMAP,
+        Dialect::Bitmap => feature::MUST_TELL_HOST | feature::STATS_VQ | feature::DEFLATE_ON_OOM | feature::MISC_VQ,
+        Dialect::BitmapRfc => {
+            feature::MUST_TELL_HOST | feature::STATS_VQ | feature::DEFLATE_ON_OOM | feature::PAGE_BITMAP
+        }
     };
     balloon::Config { dialect, features }
 }

@@ -1,6 +1,7 @@
 //! Bitmaps as guests, kernels and files hold them: little-endian, least significant bit of byte 0 first.
 
 use super::PageSet;
+use super::block::{BLOCK_PAGES, Block, bits_between};
 use crate::{Layout, PageRange, Pfn};
 use std::sync::Arc;
 
@@ -65,20 +66,35 @@ impl PageSet {
 
     /// Puts in the pages of `part` (of one region) whose bits, from bit `first` of `bitmap` on, are set. Word by word.
     fn insert_bits(&mut self, part: PageRange, bitmap: &[u8], first: u64) -> u64 {
-        let Some(region) = self.layout.region_of_range(part) else {
-            return 0;
-        };
         let (mut new, mut done) = (0, 0);
         while done < part.count() {
-            let (word, bit) = self.place_in(region, Pfn(part.start().0 + done));
-            let room = (64 - u64::from(bit)).min(part.count() - done);
-            let bits = bits_at(bitmap, first + done) & (u64::MAX >> (64 - room));
-            let mask = bits << bit;
-            new += u64::from((mask & !self.words[word]).count_ones());
-            self.words[word] |= mask;
+            let Some(at) = self.place(Pfn(part.start().0 + done)) else {
+                break;
+            };
+            let room = (64 - u64::from(at.bit)).min(part.count() - done);
+            let mask = (bits_at(bitmap, first + done) & bits_between(0, room)) << at.bit;
+            let block = &mut self.blocks[at.block];
+            let added = mask & !block.word(at.word, at.valid);
+            if added != 0 {
+                new += u64::from(added.count_ones());
+                block.words_mut(at.valid)[at.word] |= added;
+            }
             done += room;
         }
+        self.shorten(part);
         new
+    }
+
+    /// Brings the blocks of `part` (of one region) into their shortest form.
+    fn shorten(&mut self, part: PageRange) {
+        let mut at = part.start();
+        while let Some(place) = self.place(at).filter(|_| at < part.end()) {
+            if let Block::Mixed(words) = &self.blocks[place.block] {
+                self.blocks[place.block] = Block::of(words.clone(), place.valid);
+            }
+            let inside = place.word as u64 * 64 + u64::from(place.bit);
+            at = Pfn(at.0 + (BLOCK_PAGES - inside));
+        }
     }
 }
 

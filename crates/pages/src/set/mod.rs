@@ -1,26 +1,42 @@
-//! A set of guest pages as arrays of 64-bit words, one array a region.
+//! A set of guest pages: one bit a page, in blocks of 4096 pages, each empty, full, or an array of 64-bit words.
 //!
-//! Each region's bits start at a word of their own, so a region may start and end anywhere, runs end at region borders
-//! (as they do in host memory), and holes of the layout cost nothing. Bits past a region's last page are always clear:
-//! that is the invariant that lets algebra go word by word.
+//! What a migration handles is mostly nothing or everything: the holes of a guest that never used most of its RAM, the
+//! free memory of an idle one. Blocks without words cost 16 bytes, and algebra passes over them at once, so what a set
+//! costs, in memory and in time, follows the pages that are told apart, not the size of RAM.
+//!
+//! Each region's blocks are its own, so a region may start and end anywhere, runs end at region borders (as they do in
+//! host memory), and holes of the layout cost nothing.
 
 mod algebra;
 mod bitmap;
+mod block;
 mod range;
 mod runs;
 
 pub use bitmap::BitmapError;
+pub(crate) use block::BLOCK_PAGES;
 pub use runs::Runs;
 
 use crate::{Layout, PageRange, Pfn};
+use block::Block;
 use std::fmt;
 use std::sync::Arc;
 
-/// A set of pages of one [`Layout`]. One bit a page.
+/// A set of pages of one [`Layout`].
 #[derive(Clone)]
 pub struct PageSet {
     layout: Arc<Layout>,
-    words: Vec<u64>,
+    blocks: Vec<Block>,
+}
+
+/// Where a page's bit is.
+#[derive(Clone, Copy)]
+struct Place {
+    block: usize,
+    word: usize,
+    bit: u32,
+    /// Pages of the block.
+    valid: u64,
 }
 
 impl PageSet {
@@ -28,17 +44,16 @@ impl PageSet {
     pub fn empty(layout: &Arc<Layout>) -> Self {
         PageSet {
             layout: Arc::clone(layout),
-            words: vec![0; layout.words()],
+            blocks: vec![Block::Empty; layout.blocks()],
         }
     }
 
     /// Every page of RAM.
     pub fn full(layout: &Arc<Layout>) -> Self {
-        let mut set = PageSet::empty(layout);
-        for region in layout.regions() {
-            set.insert_range(*region);
+        PageSet {
+            layout: Arc::clone(layout),
+            blocks: vec![Block::Full; layout.blocks()],
         }
-        set
     }
 
     /// The layout whose pages these are.
@@ -49,62 +64,90 @@ impl PageSet {
     /// Whether `pfn` is in the set; a page that is not RAM is in none.
     pub fn contains(&self, pfn: Pfn) -> bool {
         self.place(pfn)
-            .is_some_and(|(word, bit)| self.words[word] >> bit & 1 == 1)
+            .is_some_and(|at| self.blocks[at.block].word(at.word, at.valid) >> at.bit & 1 == 1)
     }
 
     /// Puts `pfn` in; whether it was new. A page that is not RAM is ignored.
     pub fn insert(&mut self, pfn: Pfn) -> bool {
-        self.place(pfn).is_some_and(|(word, bit)| {
-            let new = self.words[word] >> bit & 1 == 0;
-            self.words[word] |= 1 << bit;
-            new
-        })
+        let Some(at) = self.place(pfn).filter(|_| !self.contains(pfn)) else {
+            return false;
+        };
+        self.blocks[at.block].words_mut(at.valid)[at.word] |= 1 << at.bit;
+        true
     }
 
     /// Takes `pfn` out; whether it was in.
     pub fn remove(&mut self, pfn: Pfn) -> bool {
-        self.place(pfn).is_some_and(|(word, bit)| {
-            let old = self.words[word] >> bit & 1 == 1;
-            self.words[word] &= !(1 << bit);
-            old
-        })
+        let Some(at) = self.place(pfn).filter(|_| self.contains(pfn)) else {
+            return false;
+        };
+        self.blocks[at.block].words_mut(at.valid)[at.word] &= !(1 << at.bit);
+        true
     }
 
     /// How many pages are in the set.
     pub fn count(&self) -> u64 {
-        self.words.iter().map(|w| u64::from(w.count_ones())).sum()
+        self.valids()
+            .zip(&self.blocks)
+            .map(|(valid, block)| block.count(valid))
+            .sum()
     }
 
     /// Whether the set has no page.
     pub fn is_empty(&self) -> bool {
-        self.words.iter().all(|w| *w == 0)
+        self.blocks.iter().all(|block| match block {
+            Block::Empty => true,
+            Block::Full => false,
+            Block::Mixed(words) => words.iter().all(|word| *word == 0),
+        })
     }
 
     /// Takes every page out.
     pub fn clear(&mut self) {
-        self.words.fill(0);
+        self.blocks.fill(Block::Empty);
     }
 
-    /// The word and the bit that stand for `pfn`.
-    fn place(&self, pfn: Pfn) -> Option<(usize, u32)> {
-        let region = self.layout.region_of(pfn)?;
-        Some(self.place_in(region, pfn))
+    /// For each block, in order, how many pages it has.
+    fn valids(&self) -> impl Iterator<Item = u64> + '_ {
+        self.layout.regions().iter().flat_map(|region| {
+            let whole = region.count() / BLOCK_PAGES;
+            let rest = region.count() % BLOCK_PAGES;
+            (0..whole).map(|_| BLOCK_PAGES).chain((rest > 0).then_some(rest))
+        })
     }
 
-    /// The word and the bit of `pfn`, known to lie in region `region` (or one past its end).
-    fn place_in(&self, region: usize, pfn: Pfn) -> (usize, u32) {
-        let offset = pfn.0 - self.layout.regions()[region].start().0;
-        // Both fit: the offset is below MAX_PAGES, which the layout checked, and the remainder below 64.
-        (
-            self.layout.first_word(region) + (offset / 64) as usize,
-            (offset % 64) as u32,
-        )
+    /// Where the bit of `pfn` is.
+    fn place(&self, pfn: Pfn) -> Option<Place> {
+        let i = self.layout.region_of(pfn)?;
+        let region = self.layout.regions()[i];
+        let offset = pfn.0 - region.start().0;
+        let block = offset / BLOCK_PAGES;
+        Some(Place {
+            block: self.layout.first_block(i) + as_index(block),
+            word: as_index(offset % BLOCK_PAGES / 64),
+            bit: (offset % 64) as u32,
+            valid: valid_of(region.count(), block),
+        })
     }
+}
+
+/// A number of blocks or words, as an index. All that there are fit: a layout has at most `MAX_PAGES`.
+fn as_index(number: u64) -> usize {
+    usize::try_from(number).unwrap_or(usize::MAX)
+}
+
+/// Pages of block `block` of a region of `pages` pages.
+fn valid_of(pages: u64, block: u64) -> u64 {
+    (pages - block * BLOCK_PAGES).min(BLOCK_PAGES)
 }
 
 impl PartialEq for PageSet {
     fn eq(&self, other: &Self) -> bool {
-        (Arc::ptr_eq(&self.layout, &other.layout) || self.layout == other.layout) && self.words == other.words
+        let same = |(valid, (a, b)): (u64, (&Block, &Block))| {
+            (0..block::BLOCK_WORDS).all(|word| a.word(word, valid) == b.word(word, valid))
+        };
+        (Arc::ptr_eq(&self.layout, &other.layout) || self.layout == other.layout)
+            && self.valids().zip(self.blocks.iter().zip(&other.blocks)).all(same)
     }
 }
 

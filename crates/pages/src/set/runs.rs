@@ -1,6 +1,7 @@
 //! Runs: the longest stretches of pages that are in the set, in one region each, by ascending address.
 
 use super::PageSet;
+use super::block::BLOCK_PAGES;
 use crate::{PageRange, Pfn};
 
 impl PageSet {
@@ -28,32 +29,27 @@ impl PageSet {
 
     fn next_run_in(&self, region: usize, from: Pfn) -> Option<PageRange> {
         let r = self.layout.regions()[region];
-        let last_word = self.layout.first_word(region + 1);
-        let base = self.layout.first_word(region);
-        let pfn_of = |word: usize, bit: u32| Pfn(r.start().0 + (word - base) as u64 * 64 + u64::from(bit));
+        let first = self.find(region, from.0 - r.start().0, true)?;
+        let end = self.find(region, first, false).unwrap_or(r.count());
+        Some(PageRange::between(Pfn(r.start().0 + first), Pfn(r.start().0 + end)))
+    }
 
-        let (mut word, bit) = self.place_in(region, from);
-        let mut bits = self.words[word] & (u64::MAX << bit);
-        while bits == 0 {
-            word += 1;
-            if word == last_word {
-                return None;
+    /// The first page of a region, at or after its page `from`, that is in the set (`set`) or is not; the latter may be
+    /// the one behind the region's last, whose bit is clear.
+    fn find(&self, region: usize, from: u64, set: bool) -> Option<u64> {
+        let blocks = &self.blocks[self.layout.first_block(region)..self.layout.first_block(region + 1)];
+        let mut at = from;
+        for (i, block) in (0..)
+            .zip(blocks)
+            .skip(usize::try_from(from / BLOCK_PAGES).unwrap_or(usize::MAX))
+        {
+            let base = i * BLOCK_PAGES;
+            if let Some(found) = block.find(at.max(base) - base, set) {
+                return Some(base + found);
             }
-            bits = self.words[word];
+            at = base + BLOCK_PAGES;
         }
-        let low = bits.trailing_zeros();
-        let start = pfn_of(word, low);
-
-        let mut clear = !self.words[word] & (u64::MAX << low);
-        while clear == 0 {
-            word += 1;
-            if word == last_word {
-                return Some(PageRange::between(start, r.end()));
-            }
-            clear = !self.words[word];
-        }
-        let end = pfn_of(word, clear.trailing_zeros()).min(r.end());
-        Some(PageRange::between(start, end))
+        None
     }
 }
 
