@@ -115,8 +115,8 @@ fn migrate(device_tells: bool) -> (Finished, Finished, Arc<GuestMemory>, Option<
     let (source, destination, there) = block_on(async {
         let there = Arc::new(std::sync::Mutex::new(None));
         let slot = Arc::clone(&there);
-        let receiving = Migration::receive(listener, ReceiveOptions::default(), move |config| {
-            let (guest, ram) = self::guest(&config.layout, None);
+        let receiving = Migration::receive(listener, ReceiveOptions::default(), move |incoming| {
+            let (guest, ram) = self::guest(&incoming.config.layout, None);
             *slot.lock().unwrap() = Some(ram);
             Ok(guest)
         });

@@ -37,7 +37,9 @@ pub(crate) fn run(arguments: Arguments) -> Result<u8, Error> {
 
         let options = options(&flags, receiving.is_populated());
         let mut receiving = receiving;
-        let handle = Migration::receive(listener, options, move |config| receiving.prepare(config));
+        let handle = Migration::receive(listener, options, move |incoming| {
+            receiving.prepare(&incoming.config, incoming.dry_run)
+        });
         let line = cli::show_progress(output.log.quiet, handle.observer());
         let cancel = handle.canceller();
         let Finished { outcome, guest } = signals.watch(handle.finish(), cancel).await;

@@ -123,6 +123,24 @@ fn a_ram_file_in_use_is_refused_and_the_source_says_why() {
 }
 
 #[test]
+fn a_ram_file_outlives_a_source_that_only_asks() {
+    let folder = tempfile::tempdir().unwrap();
+    let ram = folder.path().join("ram");
+    std::fs::write(&ram, [7; 1 << 20]).unwrap();
+    let receiving = Running::receiver(folder.path(), &["--ram", ram.to_str().unwrap()]);
+    let asking = [&GUEST[..], &["--dry-run"]].concat();
+    Running::source(folder.path(), &receiving.address.clone(), &asking)
+        .end()
+        .expect(0);
+    assert!(std::fs::read(&ram).unwrap() == [7; 1 << 20], "the file was touched");
+    Running::source(folder.path(), &receiving.address.clone(), &GUEST)
+        .end()
+        .expect(0);
+    receiving.end().expect(0);
+    assert_eq!(std::fs::metadata(&ram).unwrap().len(), 32 << 20);
+}
+
+#[test]
 fn a_full_disk_is_refused_and_the_source_says_why() {
     let folder = tempfile::tempdir().unwrap();
     let disk = folder.path().join("disk");

@@ -1,7 +1,9 @@
 //! What a receiver makes ready for the guest that comes: memory and a machine like the source's.
 //!
 //! The source's configuration comes from a peer: its kind, its size and all else is checked before memory is mapped, and
-//! what does not fit is refused with a reason that the source prints.
+//! what does not fit is refused with a reason that the source prints. A RAM file that lies there is emptied only for a
+//! guest that was accepted: its description is tried out on anonymous memory first, which stays untouched and so takes
+//! none, and a source that only asks gets no further.
 
 use crate::guest::{available_bytes, flat};
 use crate::soft::SoftSlot;
@@ -13,6 +15,7 @@ use memory::{Backing, GuestMemory};
 use pageferry::Guest;
 use pages::Layout;
 use softguest::SoftGuest;
+use std::fs::{OpenOptions, TryLockError};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -45,6 +48,38 @@ impl RamFile {
                 }
                 Ok(()) | Err(_) => {}
             }
+        }
+    }
+
+    /// Finds out whether RAM could be rebuilt in the file, and leaves it as it is.
+    fn check(&self) -> Result<(), String> {
+        let Some(path) = self.path.as_deref() else {
+            return Ok(());
+        };
+        let shown = path.display();
+        let failed = |error: std::io::Error| format!("opening RAM file {shown} to write: {error}");
+        let is_new = match std::fs::metadata(path) {
+            Ok(meta) if !meta.is_file() => {
+                return Err(format!("{shown} is not a regular file: RAM cannot be rebuilt in it"));
+            }
+            Ok(_) => false,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => true,
+            Err(error) => return Err(failed(error)),
+        };
+        let mut how = OpenOptions::new();
+        let file = how
+            .read(true)
+            .write(true)
+            .create_new(is_new)
+            .open(path)
+            .map_err(failed)?;
+        if is_new {
+            return std::fs::remove_file(path).map_err(failed);
+        }
+        match file.try_lock() {
+            Ok(()) => Ok(()),
+            Err(TryLockError::WouldBlock) => Err(format!("RAM file {shown} is in use by another process")),
+            Err(TryLockError::Error(error)) => Err(format!("locking RAM file {shown}: {error}")),
         }
     }
 
@@ -97,36 +132,47 @@ impl Receiving {
         self.ram_file.clone()
     }
 
-    /// Makes a paused guest like `config` says, or gives the reasons why not, each a sentence that the source prints.
+    /// Makes a paused guest like `config` says, or gives the reasons why not, each a sentence that the source prints. For
+    /// a `dry_run` it is one that can be looked at, and all that lies here stays as it is.
     ///
     /// # Errors
     /// The reasons.
-    pub fn prepare(&mut self, config: &MachineConfig) -> Result<Guest, Vec<String>> {
+    pub fn prepare(&mut self, config: &MachineConfig, dry_run: bool) -> Result<Guest, Vec<String>> {
+        // A source that came before, and only asked, may have left one: its RAM file would be in use.
+        self.soft.clear();
+        if dry_run {
+            // The file of a pool is locked already, by this process.
+            if self.pool.is_none() {
+                self.ram_file.check().map_err(|reason| vec![reason])?;
+            }
+            return self.try_out(config);
+        }
+        if self.ram_file.path.is_some() {
+            drop(self.try_out(config)?);
+            self.soft.clear();
+        }
         self.make(config).map_err(|reason| vec![reason])
     }
 
-    fn make(&mut self, config: &MachineConfig) -> Result<Guest, String> {
-        // A source that came before, and only asked, may have left one: its RAM file would be in use.
-        self.soft.clear();
-        let is_soft = config.kind == "soft";
-        if !is_soft && config.kind != file_guest::KIND {
-            return Err(format!(
-                "this receiver runs guests of the kinds soft and file, not '{}'",
-                config.kind
-            ));
+    /// Makes a guest like `config` says in memory that costs nothing, or says what cannot be made like that.
+    fn try_out(&mut self, config: &MachineConfig) -> Result<Guest, Vec<String>> {
+        let one = |reason| vec![reason];
+        check_kind(config).map_err(one)?;
+        let memory = new_memory(&config.layout, &Backing::Anonymous).map_err(one)?;
+        let guest = self.guest_in(memory, config).map_err(one)?;
+        let made = config.mismatches(&guest.machine.config());
+        if made.is_empty() {
+            return Ok(guest);
         }
+        drop(guest);
+        self.soft.clear();
+        Err(made.iter().map(ToString::to_string).collect())
+    }
+
+    fn make(&mut self, config: &MachineConfig) -> Result<Guest, String> {
+        check_kind(config)?;
         let ram = self.memory(&config.layout)?;
-        let mut guest = if is_soft {
-            let soft = SoftGuest::new_for_restore(config, Arc::clone(&ram)).map_err(|error| error.to_string())?;
-            self.soft.put(soft).map_err(|error| error.to_string())?
-        } else {
-            Guest {
-                ram: Arc::clone(&ram) as Arc<dyn GuestRam>,
-                tracker: Box::new(NullTracker::new(ram.layout())),
-                free_pages: Box::new(NoBalloon),
-                machine: Box::new(FileMachine::new(config.layout.clone())),
-            }
-        };
+        let mut guest = self.guest_in(Arc::clone(&ram), config)?;
         match self.corrupt {
             None => {}
             Some(Corrupt::BeforeVerify) => guest.ram = Arc::new(TamperedRam::new(ram)),
@@ -140,6 +186,19 @@ impl Receiving {
             }
         }
         Ok(guest)
+    }
+
+    fn guest_in(&self, ram: Arc<GuestMemory>, config: &MachineConfig) -> Result<Guest, String> {
+        if config.kind == "soft" {
+            let soft = SoftGuest::new_for_restore(config, ram).map_err(|error| error.to_string())?;
+            return self.soft.put(soft).map_err(|error| error.to_string());
+        }
+        Ok(Guest {
+            tracker: Box::new(NullTracker::new(ram.layout())),
+            ram: ram as Arc<dyn GuestRam>,
+            free_pages: Box::new(NoBalloon),
+            machine: Box::new(FileMachine::new(config.layout.clone())),
+        })
     }
 
     /// Memory of this layout: what was populated ahead, if it fits, else new.
@@ -165,9 +224,23 @@ impl Receiving {
                 human_bytes(available)
             );
         }
-        let memory = GuestMemory::new(Arc::new(layout.clone()), &self.ram_file.backing());
-        memory.map(Arc::new).map_err(|error| error.to_string())
+        new_memory(layout, &self.ram_file.backing())
     }
+}
+
+fn check_kind(config: &MachineConfig) -> Result<(), String> {
+    if config.kind == "soft" || config.kind == file_guest::KIND {
+        return Ok(());
+    }
+    Err(format!(
+        "this receiver runs guests of the kinds soft and file, not '{}'",
+        config.kind
+    ))
+}
+
+fn new_memory(layout: &Layout, backing: &Backing) -> Result<Arc<GuestMemory>, String> {
+    let memory = GuestMemory::new(Arc::new(layout.clone()), backing);
+    memory.map(Arc::new).map_err(|error| error.to_string())
 }
 
 #[cfg(test)]
@@ -203,13 +276,13 @@ mod tests {
             },
             ..file_config(16)
         };
-        let reasons = receiving("").unwrap().prepare(&config).unwrap_err();
+        let reasons = receiving("").unwrap().prepare(&config, false).unwrap_err();
         assert!(reasons[0].contains("toaster"), "{reasons:?}");
     }
 
     #[test]
     fn more_ram_than_the_host_has_is_no_reason_to_refuse() {
-        let guest = receiving("").unwrap().prepare(&file_config(1 << 30)).unwrap();
+        let guest = receiving("").unwrap().prepare(&file_config(1 << 30), false).unwrap();
         assert_eq!(guest.ram.present().unwrap().count(), 0);
     }
 
@@ -217,9 +290,9 @@ mod tests {
     fn memory_that_was_populated_ahead_is_used_if_it_fits() {
         let mut receiving = receiving("--prealloc --max-memory 4M").unwrap();
         assert!(receiving.is_populated());
-        let guest = receiving.prepare(&file_config(1024)).unwrap();
+        let guest = receiving.prepare(&file_config(1024), false).unwrap();
         assert_eq!(guest.ram.present().unwrap().count(), 1024, "all populated");
-        let guest = receiving.prepare(&file_config(512)).unwrap();
+        let guest = receiving.prepare(&file_config(512), false).unwrap();
         assert_eq!(guest.ram.layout().total_pages(), 512);
         assert_eq!(guest.ram.present().unwrap().count(), 0);
         assert!(!receiving.is_populated());
@@ -233,14 +306,67 @@ mod tests {
         for path in [&ours, &theirs] {
             let mut receiving = receiving(&format!("--ram {}", path.display())).unwrap();
             let file = receiving.ram_file();
-            let guest = receiving.prepare(&file_config(16)).unwrap();
+            let guest = receiving.prepare(&file_config(16), false).unwrap();
             // The same file again: the guest before has let go of it.
             drop(guest);
-            drop(receiving.prepare(&file_config(16)).unwrap());
+            drop(receiving.prepare(&file_config(16), false).unwrap());
             assert_eq!(std::fs::metadata(path).unwrap().len(), 16 * 4096);
             file.remove_if_ours();
         }
         assert!(!ours.exists() && theirs.exists());
+    }
+
+    #[test]
+    fn a_ram_file_that_lies_there_outlives_questions_and_refusals() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("ram");
+        let content: Vec<u8> = (0..1 << 20).map(|n: u32| n.to_le_bytes()[1] | 1).collect();
+        std::fs::write(&path, &content).unwrap();
+        let mut receiving = receiving(&format!("--ram {}", path.display())).unwrap();
+        let good = file_config(16);
+        let toaster = MachineConfig {
+            kind: "toaster".to_owned(),
+            ..good.clone()
+        };
+        // The built-in guest has settings of its own, which these lack.
+        let no_soft_guest = MachineConfig {
+            kind: "soft".to_owned(),
+            ..good.clone()
+        };
+        let more_vcpus = MachineConfig {
+            vcpus: 3,
+            ..good.clone()
+        };
+        for bad in [&toaster, &no_soft_guest, &more_vcpus] {
+            for dry_run in [true, false] {
+                assert!(!receiving.prepare(bad, dry_run).unwrap_err().is_empty(), "{bad:?}");
+            }
+        }
+        drop(receiving.prepare(&good, true).unwrap());
+        assert_eq!(std::fs::read(&path).unwrap(), content);
+        drop(receiving.prepare(&good, false).unwrap());
+        assert_eq!(std::fs::read(&path).unwrap(), [0; 16 * 4096]);
+    }
+
+    #[test]
+    fn a_question_says_what_is_wrong_with_the_ram_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let ask = |path: &std::path::Path| {
+            let mut receiving = receiving(&format!("--ram {}", path.display())).unwrap();
+            receiving
+                .prepare(&file_config(16), true)
+                .map(drop)
+                .map_err(|mut reasons| reasons.remove(0))
+        };
+        assert!(ask(folder.path()).unwrap_err().contains("not a regular file"));
+        assert!(ask(&folder.path().join("no/ram")).unwrap_err().contains("no/ram"));
+        let held = folder.path().join("held");
+        let file = std::fs::File::create(&held).unwrap();
+        file.lock().unwrap();
+        assert!(ask(&held).unwrap_err().contains("in use"));
+        let new = folder.path().join("new");
+        ask(&new).unwrap();
+        assert!(!new.exists(), "asking leaves nothing");
     }
 
     #[test]

@@ -1,8 +1,7 @@
 //! Starting a migration, and watching, cancelling and awaiting it.
 
-use crate::{Address, Guest, Listener, ReceiveOptions, SendOptions, destination, report, source};
+use crate::{Address, Guest, Incoming, Listener, ReceiveOptions, SendOptions, destination, report, source};
 use engine::{Outcome, Progress, Role};
-use machine::MachineConfig;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 use tokio::sync::Notify;
@@ -30,16 +29,17 @@ impl Migration {
         }
     }
 
-    /// Waits on `listener` for one guest and takes it. `prepare` is called with the source's configuration and returns
-    /// a paused machine like it, or the reasons why there is none; it is called once a source that comes (a source that
-    /// only asks, with `dry_run`, is answered, and the next one awaited), on a thread that may block.
+    /// Waits on `listener` for one guest and takes it. `prepare` is called with what the source asks for and returns a
+    /// paused machine like that, or the reasons why there is none; it is called once a source that comes (a source that
+    /// only asks, with `dry_run`, is answered, and the next one awaited), on a thread that may block. It does well to
+    /// check the description before it touches anything that cannot be had back.
     ///
     /// # Panics
     ///
     /// Outside of a tokio runtime.
     pub fn receive<F>(listener: Listener, options: ReceiveOptions, prepare: F) -> Handle
     where
-        F: FnMut(&MachineConfig) -> Result<Guest, Vec<String>> + Send + 'static,
+        F: FnMut(&Incoming) -> Result<Guest, Vec<String>> + Send + 'static,
     {
         let watch = Watch::default();
         let inner = watch.clone();

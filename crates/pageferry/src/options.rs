@@ -2,7 +2,7 @@
 
 use crate::Error;
 use engine::{DestinationConfig, SourceConfig};
-use machine::{DirtyTracker, FreePages, GuestRam, Machine};
+use machine::{DirtyTracker, FreePages, GuestRam, Machine, MachineConfig};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -70,6 +70,17 @@ impl SendOptions {
 
 /// The most data streams a migration has.
 pub(crate) const MAX_STREAMS: u16 = 64;
+
+/// What a source asks a destination for. It comes from a peer.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Incoming {
+    /// The machine that is to be made.
+    pub config: MachineConfig,
+    /// The source only asks whether the machine could be made; it is thrown away as soon as it was. Nothing that lies
+    /// here, as the content of a RAM file, may be lost to that.
+    pub dry_run: bool,
+}
 
 /// A destination's settings.
 #[derive(Clone, Debug)]

@@ -214,8 +214,8 @@ async fn memory_that_is_not_known_to_be_zero_is_zeroed() {
     let address = listener.local_address().clone();
     let made = Made::default();
     let makes = Arc::clone(&made);
-    let receiving = Migration::receive(listener, options, move |config| {
-        let (guest, probe) = blank_guest(&config.layout, None);
+    let receiving = Migration::receive(listener, options, move |incoming| {
+        let (guest, probe) = blank_guest(&incoming.config.layout, None);
         probe.memory.fill(r(0, 400), 0xDEAD_BEEF).unwrap();
         makes.lock().unwrap().push(probe);
         Ok(guest)
@@ -233,8 +233,8 @@ async fn bytes_arrive_over_vsock() {
         println!("SKIPPED: vsock: this system makes no vsock sockets on the loopback context");
         return;
     };
-    let receiving = Migration::receive(listener, receive_options(), |config| {
-        Ok(blank_guest(&config.layout, None).0)
+    let receiving = Migration::receive(listener, receive_options(), |incoming| {
+        Ok(blank_guest(&incoming.config.layout, None).0)
     });
     let (guest, _) = busy_guest(&Layout::flat(300).unwrap(), None);
     let sending = Migration::send(guest, &address, send_options(1));

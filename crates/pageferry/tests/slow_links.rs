@@ -114,8 +114,8 @@ async fn case_10_short_reads_and_writes_and_interrupts() {
     let address = listener.local_address().clone();
     let made = Made::default();
     let makes = Arc::clone(&made);
-    let receiving = Migration::receive(listener, receive_options(), move |config| {
-        let (mut guest, probe) = blank_guest(&config.layout, None);
+    let receiving = Migration::receive(listener, receive_options(), move |incoming| {
+        let (mut guest, probe) = blank_guest(&incoming.config.layout, None);
         guest.ram = stingy(&probe);
         makes.lock().unwrap().push(probe);
         Ok(guest)

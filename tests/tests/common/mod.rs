@@ -80,11 +80,11 @@ pub async fn migrate(guest: Guest, options: SendOptions) -> Moved {
     let address = listener.local_address().clone();
     let arrived: Arc<Mutex<Option<SoftGuest>>> = Arc::default();
     let slot = Arc::clone(&arrived);
-    let receiving = Migration::receive(listener, ReceiveOptions::default(), move |config| {
+    let receiving = Migration::receive(listener, ReceiveOptions::default(), move |incoming| {
         let made = || -> Result<SoftGuest, String> {
-            let layout = Arc::new(config.layout.clone());
+            let layout = Arc::new(incoming.config.layout.clone());
             let ram = GuestMemory::new(layout, &Backing::Anonymous).map_err(|e| e.to_string())?;
-            SoftGuest::new_for_restore(config, Arc::new(ram)).map_err(|e| e.to_string())
+            SoftGuest::new_for_restore(&incoming.config, Arc::new(ram)).map_err(|e| e.to_string())
         };
         let soft = made().map_err(|e| vec![e])?;
         let guest = guest_of(&soft);

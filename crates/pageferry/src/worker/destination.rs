@@ -1,9 +1,9 @@
 //! The destination's guest: made on a source's word, thrown away unless it was handed over.
 
 use super::{Failure, at, digest, guarded};
-use crate::Guest;
+use crate::{Guest, Incoming};
 use engine::{DestinationAction, DestinationEvent, Step};
-use machine::{GuestRam, MachineConfig};
+use machine::GuestRam;
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc as blocking;
@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use tokio::sync::mpsc;
 
 /// Makes a machine like a source's, or says why not.
-pub(crate) type Prepare = Box<dyn FnMut(&MachineConfig) -> Result<Guest, Vec<String>> + Send>;
+pub(crate) type Prepare = Box<dyn FnMut(&Incoming) -> Result<Guest, Vec<String>> + Send>;
 
 /// What the thread says to the loop.
 pub(crate) enum Said {
@@ -127,7 +127,10 @@ impl Destination {
     fn call(&mut self, action: DestinationAction) -> Result<Option<Said>, Failure> {
         let step = step_of(&action);
         let event = match action {
-            DestinationAction::Prepare(hello) => return self.prepare(&hello.config).map(Some),
+            DestinationAction::Prepare(hello) => {
+                let (config, dry_run) = (hello.config, hello.dry_run);
+                return self.prepare(&Incoming { config, dry_run }).map(Some);
+            }
             DestinationAction::Discard => {
                 self.guest = None;
                 return Ok(Some(Said::Discarded));
@@ -164,15 +167,16 @@ impl Destination {
             .ok_or_else(|| (step, "there is no guest here".to_owned()))
     }
 
-    fn prepare(&mut self, config: &MachineConfig) -> Result<Said, Failure> {
+    fn prepare(&mut self, incoming: &Incoming) -> Result<Said, Failure> {
         let refused = |reasons| Ok(Said::Event(DestinationEvent::Refused(reasons)));
+        let config = &incoming.config;
         let (asked, most) = (config.layout.total_bytes(), self.max_memory.unwrap_or(u64::MAX));
         if asked > most {
             return refused(vec![format!(
                 "the guest has {asked} bytes of RAM, more than the {most} that this receiver takes"
             )]);
         }
-        let guest = match (self.prepare)(config) {
+        let guest = match (self.prepare)(incoming) {
             Ok(guest) => guest,
             Err(reasons) if reasons.is_empty() => {
                 return refused(vec!["the receiver cannot make such a machine".to_owned()]);

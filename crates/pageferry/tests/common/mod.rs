@@ -365,8 +365,8 @@ pub fn receiver_at(
     let address = listener.local_address().clone();
     let made = Made::default();
     let makes = Arc::clone(&made);
-    let handle = Migration::receive(listener, options, move |config| {
-        let (guest, probe) = blank_guest(&config.layout, None);
+    let handle = Migration::receive(listener, options, move |incoming| {
+        let (guest, probe) = blank_guest(&incoming.config.layout, None);
         plant(&probe.inner);
         makes.lock().unwrap().push(probe);
         Ok(guest)
