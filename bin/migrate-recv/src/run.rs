@@ -71,6 +71,7 @@ fn options(flags: &RecvFlags, populated: bool) -> ReceiveOptions {
             peer_timeout: flags.peer_timeout,
             stay_paused: flags.after != After::Run,
             memory_is_zero: true,
+            ..DestinationConfig::default()
         },
         max_memory: flags.max_memory.map(|size| size.0),
         populated,

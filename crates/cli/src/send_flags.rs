@@ -181,6 +181,7 @@ impl SendFlags {
             peer_timeout: self.peer_timeout,
             verify: self.verify,
             dry_run: self.dry_run,
+            ..SourceConfig::default()
         })
     }
 }

@@ -50,6 +50,9 @@ impl SkipSet {
     };
 }
 
+/// How long a peer that is alive may leave an answer owing.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
+
 /// A source's settings.
 #[derive(Clone, Debug)]
 pub struct SourceConfig {
@@ -69,6 +72,10 @@ pub struct SourceConfig {
     pub on_timeout: OnTimeout,
     /// A peer that was silent for so long is dead.
     pub peer_timeout: Duration,
+    /// How long a receiver that is alive may leave an answer owing (to the end of a round, the machine's state, `Commit`)
+    /// while this side has nothing else to do: the guest may be paused meanwhile. With `verify` a second a GiB of RAM is
+    /// added.
+    pub answer_timeout: Duration,
     /// Digest RAM on both sides and compare.
     pub verify: bool,
     /// Checks only.
@@ -86,6 +93,7 @@ impl Default for SourceConfig {
             timeout: Duration::ZERO,
             on_timeout: OnTimeout::Cancel,
             peer_timeout: Duration::from_secs(10),
+            answer_timeout: ANSWER_TIMEOUT,
             verify: false,
             dry_run: false,
         }
@@ -97,6 +105,8 @@ impl Default for SourceConfig {
 pub struct DestinationConfig {
     /// A peer that was silent for so long is dead.
     pub peer_timeout: Duration,
+    /// How long a source that is alive may leave `Ready` without `Commit`.
+    pub answer_timeout: Duration,
     /// Leave the guest paused once it is here.
     pub stay_paused: bool,
     /// RAM reads as zero where nothing was received.
@@ -107,6 +117,7 @@ impl Default for DestinationConfig {
     fn default() -> Self {
         DestinationConfig {
             peer_timeout: Duration::from_secs(10),
+            answer_timeout: ANSWER_TIMEOUT,
             stay_paused: false,
             memory_is_zero: true,
         }

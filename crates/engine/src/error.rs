@@ -44,6 +44,13 @@ pub(crate) enum Error {
     /// The receiver took no pages.
     #[error("the receiver took no data for {}", Span(*.0))]
     Stalled(Duration),
+    /// The peer speaks, and does not answer.
+    #[error("the {peer} is alive but gave no answer to {to} for {}", Span(*.after))]
+    NoAnswer {
+        peer: &'static str,
+        to: &'static str,
+        after: Duration,
+    },
     /// The control connection ended.
     #[error("the connection to the {peer} was lost: {error}")]
     Gone { peer: &'static str, error: String },
@@ -86,7 +93,9 @@ impl Error {
         match self {
             Error::Aborted { cause, .. } => *cause,
             Error::Cancelled => AbortCause::Cancelled,
-            Error::TimedOut(_) | Error::Silent { .. } | Error::Stalled(_) => AbortCause::TimedOut,
+            Error::TimedOut(_) | Error::Silent { .. } | Error::Stalled(_) | Error::NoAnswer { .. } => {
+                AbortCause::TimedOut
+            }
             _ => AbortCause::Failed,
         }
     }

@@ -13,9 +13,17 @@ pub(crate) enum Timer {
     Hints,
     /// The migration takes too long.
     Migration,
+    /// The peer is alive and owes an answer for too long.
+    Answer,
 }
 
-const TIMERS: [Timer; 4] = [Timer::PeerDead, Timer::Ping, Timer::Hints, Timer::Migration];
+const TIMERS: [Timer; 5] = [
+    Timer::PeerDead,
+    Timer::Ping,
+    Timer::Hints,
+    Timer::Migration,
+    Timer::Answer,
+];
 
 /// The deadlines.
 #[derive(Clone, Debug, Default)]

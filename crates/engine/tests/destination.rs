@@ -520,6 +520,23 @@ fn a_silent_source_is_dead_after_a_while_and_a_slow_preparation_is_not_silence()
 }
 
 #[test]
+fn a_source_that_pings_and_does_not_commit_is_given_up() {
+    let mut hand = ready(DestinationConfig::default());
+    let since = hand.now;
+    while hand.end.is_none() {
+        assert!(hand.now < since + Duration::from_secs(600), "it waits for ever");
+        hand.now = hand.destination.poll_timeout().unwrap();
+        hand.destination.handle_timeout(hand.now);
+        hand.poll();
+        let ping = DestinationEvent::Message(Message::Ping);
+        hand.destination.handle(ping, hand.now);
+    }
+    assert_eq!(hand.now - since, Duration::from_secs(60));
+    let alive = "the source is alive but gave no answer to Ready for 60 s";
+    hand.ended(alive, Ending::TimedOut, AbortCause::TimedOut);
+}
+
+#[test]
 fn a_ready_that_was_queued_and_not_handed_out_is_taken_back() {
     let mut hand = Hand::received(false);
     hand.hears(Message::StateEnd { sections: 0 });

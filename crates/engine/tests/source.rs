@@ -592,6 +592,111 @@ fn a_quiet_source_says_that_it_is_alive_and_wants_to_hear_the_same() {
     ));
 }
 
+impl Hand {
+    /// The receiver pings whenever the source's timers come, and says nothing else, until that is enough.
+    fn hears_pings_alone(&mut self) -> Time {
+        let since = self.now;
+        while self.messages.last().is_none_or(|m| !matches!(m, Message::Abort { .. }))
+            && self.end.is_none()
+            && self.steps.is_empty()
+        {
+            assert!(self.now < since + Duration::from_secs(600), "it waits for ever");
+            self.now = self.source.poll_timeout().unwrap();
+            self.source.handle_timeout(self.now);
+            self.poll();
+            self.source.handle(SourceEvent::Message(Message::Ping), self.now);
+            self.poll();
+        }
+        self.now - since
+    }
+}
+
+#[test]
+fn a_receiver_that_pings_and_does_not_answer_keeps_no_guest_paused() {
+    let waited = Duration::from_secs(60);
+    // The last round's end: the guest is paused. A save that takes long is our own doing, and no time of the receiver's.
+    let mut hand = Hand::asking(config(), 64, false);
+    hand.round_0_over();
+    hand.on(SourceEvent::Harvested(hand.set(&[r(3, 2)])));
+    hand.on(SourceEvent::Paused);
+    hand.on(SourceEvent::Harvested(hand.set(&[])));
+    hand.send_all();
+    assert_eq!(hand.steps(), [Step::Pause, Step::Harvest, Step::Save]);
+    for _ in 0..100 {
+        hand.now += Duration::from_secs(1);
+        hand.source.handle_timeout(hand.now);
+        hand.hears(Message::Ping);
+    }
+    assert!(hand.end.is_none() && hand.steps.is_empty());
+    hand.on(SourceEvent::Saved(MachineState::default()));
+    assert_eq!(hand.hears_pings_alone(), waited);
+    assert_eq!(hand.undo(), [Step::GiveBack, Step::StopTracking, Step::Resume]);
+    assert_eq!(hand.ending(), Ending::TimedOut);
+    assert_eq!(
+        hand.error(),
+        "the receiver is alive but gave no answer to the end of a round for 60 s"
+    );
+    // The state. With digests the receiver may take longer.
+    for (verify, waited) in [(false, waited), (true, waited + Duration::from_secs(1))] {
+        let mut hand = Hand::asking(SourceConfig { verify, ..config() }, 64, false);
+        hand.round_0_over();
+        hand.all_received();
+        if verify {
+            assert_eq!(hand.steps(), [Step::Digest]);
+            hand.on(SourceEvent::Digested(vec![1]));
+        }
+        assert_eq!(hand.hears_pings_alone(), waited);
+        assert!(hand.undo().contains(&Step::Resume));
+        assert_eq!(hand.ending(), Ending::TimedOut);
+        assert!(
+            hand.error().contains("no answer to the machine's state for"),
+            "{}",
+            hand.error()
+        );
+    }
+    // Commit: nobody knows.
+    let mut hand = Hand::committed();
+    assert_eq!(hand.hears_pings_alone(), waited);
+    assert_eq!(
+        hand.undo(),
+        [Step::GiveBack, Step::StopTracking],
+        "the guest stays paused"
+    );
+    assert_eq!(hand.ending(), Ending::Unknown);
+    assert!(
+        hand.error().contains("is alive but gave no answer to Commit for 60 s"),
+        "{}",
+        hand.error()
+    );
+}
+
+#[test]
+fn each_answer_has_a_time_of_its_own() {
+    let mut hand = Hand::asking(config(), 64, false);
+    hand.round_0_over();
+    hand.all_received();
+    let answers = [
+        Message::Ready {
+            verified: false,
+            verify_us: 0,
+        },
+        Message::Running(Running {
+            running: true,
+            after_us: 7,
+        }),
+    ];
+    for answer in answers {
+        for _ in 0..50 {
+            hand.now += Duration::from_secs(1);
+            hand.source.handle_timeout(hand.now);
+            hand.hears(Message::Ping);
+        }
+        hand.hears(answer);
+    }
+    hand.on(SourceEvent::TrackingStopped);
+    assert_eq!(hand.ending(), Ending::Completed);
+}
+
 #[test]
 fn a_receiver_that_takes_no_data_is_dead_though_it_speaks() {
     let mut hand = Hand::asking(config(), 64, false);

@@ -5,6 +5,7 @@ use crate::digests::{self, chunk_pages};
 use crate::error::Error;
 use crate::faults::Fault;
 use crate::limits::Joined;
+use crate::timers::Timer;
 use crate::{DestinationAction, Ending, Time};
 use machine::{MachineState, Section};
 use std::time::Duration;
@@ -133,8 +134,11 @@ impl Destination {
     }
 
     /// RAM and state are here.
+    /// A source that pings and does not commit is not waited for without end: this copy takes a host's memory.
     pub(super) fn restored(&mut self) {
         self.state = State::Ready;
+        let due = self.now.saturating_add(self.config.answer_timeout);
+        self.timers.set(Timer::Answer, due);
         self.transmit(Message::Ready {
             verified: self.handover.verified == Some(true),
             verify_us: u64::try_from(self.handover.verify_wait.as_micros()).unwrap_or(u64::MAX),

@@ -177,6 +177,11 @@ impl Destination {
                     after: self.config.peer_timeout,
                 }),
                 Timer::Ping => self.transmit(Message::Ping),
+                Timer::Answer => self.fail(Error::NoAnswer {
+                    peer: PEER,
+                    to: "Ready",
+                    after: self.config.answer_timeout,
+                }),
                 Timer::Hints | Timer::Migration => {}
             }
         }

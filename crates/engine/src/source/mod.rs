@@ -98,6 +98,16 @@ impl State {
             _ => "unasked",
         }
     }
+
+    /// What the receiver owes an answer to.
+    fn owed(self) -> Option<&'static str> {
+        match self {
+            State::Barrier => Some("the end of a round"),
+            State::AwaitingReady => Some("the machine's state"),
+            State::Committing => Some("Commit"),
+            _ => None,
+        }
+    }
 }
 
 /// What was done to the guest so far, as of the actions handed out.
@@ -138,6 +148,8 @@ pub struct Source {
     awaiting: VecDeque<Step>,
     done: Done,
     timers: Timers,
+    /// The answer that the running timer is for.
+    owed: Option<&'static str>,
     moments: Moments,
     hints: Hints,
     rounds: Rounds,
@@ -171,6 +183,7 @@ impl Source {
             awaiting: VecDeque::new(),
             done: Done::default(),
             timers: Timers::default(),
+            owed: None,
             moments: Moments::default(),
             hints: Hints::new(&layout),
             rounds: Rounds::new(&layout, config.streams),
@@ -260,6 +273,7 @@ impl Source {
                 Timer::Ping => self.transmit(Message::Ping),
                 Timer::Hints => self.hints_timed_out(),
                 Timer::Migration => self.timed_out(),
+                Timer::Answer => self.no_answer(),
             }
         }
         self.go_on();
@@ -320,6 +334,43 @@ impl Source {
             State::Sending => self.feed_streams(),
             State::Undoing => self.undo_next(),
             _ => {}
+        }
+        self.watch_answer();
+    }
+
+    /// Bounds the wait for an answer of a receiver that is alive: its pings keep a guest paused no longer than that. The
+    /// time runs from when this side has nothing else to do, anew for each answer.
+    fn watch_answer(&mut self) {
+        let busy = !self.awaiting.is_empty() || self.actions.iter().any(|a| step_of(a).is_some());
+        let owed = self.state.owed().filter(|_| !busy);
+        if owed == self.owed {
+            return;
+        }
+        self.owed = owed;
+        match owed {
+            Some(_) => {
+                let at = self.now.saturating_add(self.answer_timeout());
+                self.timers.set(Timer::Answer, at);
+            }
+            None => self.timers.clear(Timer::Answer),
+        }
+    }
+
+    fn answer_timeout(&self) -> Duration {
+        let digest = match self.config.verify {
+            true => Duration::from_secs(self.layout.total_bytes().div_ceil(1 << 30)),
+            false => Duration::ZERO,
+        };
+        self.config.answer_timeout.saturating_add(digest)
+    }
+
+    fn no_answer(&mut self) {
+        if let Some(to) = self.owed {
+            self.fail(Error::NoAnswer {
+                peer: PEER,
+                to,
+                after: self.answer_timeout(),
+            });
         }
     }
 
