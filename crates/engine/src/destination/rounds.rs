@@ -260,9 +260,11 @@ impl Destination {
             return;
         };
         let round = rounds.number;
-        let lost = rounds.layout.total_pages() - rounds.fates.known().count();
-        if round == 0 && lost > 0 {
-            return self.invalid(format!("neither content nor a reason to skip for {lost} pages of RAM"));
+        if round == 0 {
+            let lost = rounds.layout.total_pages() - rounds.fates.known().count();
+            if lost > 0 {
+                return self.invalid(format!("neither content nor a reason to skip for {lost} pages of RAM"));
+            }
         }
         let Some(last) = rounds.close(now) else {
             return self.fail(Error::Invalid("more rounds than 32 bits count".to_owned(), super::PEER));
