@@ -118,6 +118,8 @@ fn case_11_the_sender_prints_the_receivers_reasons() {
     assert_eq!(pair.ends(), (Some(Ending::Refused), Some(Ending::Refused)));
     let expected = "the receiver refused: vCPUs: the source has 4, the destination 2; no room ";
     assert_eq!(pair.source_error(), expected);
+    let here = "vCPUs: the source has 4, the destination 2; no room ";
+    assert_eq!(pair.destination_error(), here, "that it refused is its result");
     assert!(pair.done.is_empty(), "the guest was not touched: {:?}", pair.done);
 }
 

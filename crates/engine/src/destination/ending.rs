@@ -36,7 +36,8 @@ impl Destination {
         if reasons.is_empty() {
             reasons.push("this receiver does not take the guest and gave no reason".to_owned());
         }
-        let error = format!("refused: {}", reasons.join("; "));
+        // What ended it is told beside its reasons: the result is `refused`.
+        let error = reasons.join("; ");
         self.push(DestinationAction::Transmit(Message::Refuse { reasons }));
         self.finish(Ending::Refused, Some(error));
     }
