@@ -64,7 +64,8 @@ pub struct Report {
 /// `total`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct PagesReport {
-    /// All of guest RAM.
+    /// All of guest RAM; 0 in the report of a migration that ended before any page was told, where no page has a fate:
+    /// then [`Report::ram_bytes`] alone tells the size.
     pub total: u64,
     /// Crossed with content.
     pub sent: u64,
@@ -85,9 +86,22 @@ pub struct PagesReport {
 }
 
 impl PagesReport {
+    /// The counts as reported: of nothing at all where no page was told.
+    pub(crate) fn told(self) -> Self {
+        match self.fates() {
+            0 => PagesReport::default(),
+            _ => self,
+        }
+    }
+
+    /// Pages that have a fate.
+    pub(crate) fn fates(&self) -> u64 {
+        self.sent + self.zero + self.hole + self.hinted + self.ballooned + self.filled
+    }
+
     /// Whether the six fates add up to the total.
     pub fn adds_up(&self) -> bool {
-        self.sent + self.zero + self.hole + self.hinted + self.ballooned + self.filled == self.total
+        self.fates() == self.total
     }
 }
 

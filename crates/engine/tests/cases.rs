@@ -358,6 +358,10 @@ fn a_dry_run_touches_nothing() {
     finish(&mut pair);
     assert_eq!(pair.ends(), (Some(Ending::Completed), Some(Ending::Completed)));
     assert!(pair.done.is_empty() && pair.copy.discarded);
+    for report in [&pair.source_end, &pair.destination_end].map(|end| &end.as_ref().unwrap().report) {
+        assert!(report.pages.adds_up() && report.pages.total == 0, "{:?}", report.pages);
+        assert_eq!(report.ram_bytes, 64 << 12);
+    }
 }
 
 /// Both sides digest at the same time; whoever is slower, the other one's wait is no downtime.

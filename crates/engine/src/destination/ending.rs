@@ -68,7 +68,6 @@ impl Destination {
             None => (mine, 0.0, wait),
         };
         let rounds = self.rounds.as_ref();
-        let total_pages = self.terms.as_ref().map_or(0, |terms| terms.layout.total_pages());
         let wire_bytes = rounds.map_or(0, |r| r.wire_bytes);
         let setup = self.moments.accepted.unwrap_or(end).saturating_sub(self.moments.began);
         let precopy = rounds
@@ -95,13 +94,7 @@ impl Destination {
                 0.0
             },
             streams: self.terms.as_ref().map_or(0, |terms| terms.streams),
-            pages: rounds.map_or(
-                PagesReport {
-                    total: total_pages,
-                    ..PagesReport::default()
-                },
-                |r| r.fates.report(),
-            ),
+            pages: rounds.map_or_else(PagesReport::default, |r| r.fates.report().told()),
             balloon: BalloonReport {
                 dialect: self
                     .terms

@@ -77,11 +77,10 @@ impl Rounds {
 
     pub(super) fn progress(&self, phase: Phase) -> Progress {
         let known = self.fates.report();
-        let sum = known.sent + known.zero + known.filled + known.hole + known.hinted + known.ballooned;
         Progress {
             phase,
             round: self.number,
-            pending_pages: known.total.saturating_sub(sum),
+            pending_pages: known.total.saturating_sub(known.fates()),
             sent_pages: self.sent_pages,
             total_pages: known.total,
             wire_bytes: self.wire_bytes,

@@ -7,7 +7,7 @@
 use super::{Source, State};
 use crate::error::{Error, VERIFY_FAILED, plain};
 use crate::faults::Fault;
-use crate::{Ending, Outcome, PagesReport, Report, Role, SourceAction, Step, Time};
+use crate::{Ending, Outcome, Report, Role, SourceAction, Step, Time};
 use wire::Message;
 
 /// An undoing under way.
@@ -139,14 +139,6 @@ impl Source {
         let unequal = self.undo.as_ref().is_some_and(|undo| undo.unequal);
         let verified = (ending == Ending::Completed && self.config.verify && !self.config.dry_run).then_some(true);
         let wire_bytes = self.rounds.wire_bytes();
-        let pages = if self.moments.first_chunk.is_some() {
-            self.fates.report()
-        } else {
-            PagesReport {
-                total: self.layout.total_pages(),
-                ..PagesReport::default()
-            }
-        };
         Report {
             version: 1,
             role: Role::Source,
@@ -171,7 +163,7 @@ impl Source {
                 wire_bytes as f64 / end.as_secs_f64()
             },
             streams: self.config.streams,
-            pages,
+            pages: self.fates.report().told(),
             balloon: self.hints.report(),
             rounds: self.rounds.reports(),
             verified: if unequal { Some(false) } else { verified },
