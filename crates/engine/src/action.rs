@@ -138,6 +138,33 @@ pub enum SourceAction {
     Finished(Box<Outcome>),
 }
 
+impl SourceAction {
+    /// What it is called when it fails.
+    pub fn step(&self) -> Step {
+        match self {
+            SourceAction::Transmit(_) | SourceAction::Finished(_) => Step::Control,
+            SourceAction::StartTracking => Step::StartTracking,
+            SourceAction::Scan => Step::Scan,
+            SourceAction::BeginHints { .. } => Step::BeginHints,
+            SourceAction::Peek(_) => Step::Peek,
+            SourceAction::EndHints { .. } => Step::EndHints,
+            SourceAction::Send { .. } | SourceAction::EndRound { .. } => Step::Send,
+            SourceAction::Harvest => Step::Harvest,
+            SourceAction::Pause => Step::Pause,
+            SourceAction::Save => Step::Save,
+            SourceAction::Digest { .. } => Step::Digest,
+            SourceAction::GiveBack(_) => Step::GiveBack,
+            SourceAction::StopTracking => Step::StopTracking,
+            SourceAction::Resume => Step::Resume,
+        }
+    }
+
+    /// Whether it touches the guest, and so is carried out in order and answered.
+    pub fn is_on_guest(&self) -> bool {
+        !matches!(self.step(), Step::Control | Step::Send)
+    }
+}
+
 /// What a look at RAM and balloon found.
 #[derive(Clone, Debug)]
 pub struct Scanned {
@@ -282,6 +309,26 @@ pub enum DestinationAction {
     Discard,
     /// Close all connections once what was transmitted has left, and report. The last action.
     Finished(Box<Outcome>),
+}
+
+impl DestinationAction {
+    /// What it is called when it fails.
+    pub fn step(&self) -> Step {
+        match self {
+            DestinationAction::Transmit(_) | DestinationAction::Finished(_) => Step::Control,
+            DestinationAction::Prepare(_) => Step::Prepare,
+            DestinationAction::Zero(_) => Step::Zero,
+            DestinationAction::Digest { .. } => Step::Digest,
+            DestinationAction::Restore(_) => Step::Restore,
+            DestinationAction::Resume => Step::Resume,
+            DestinationAction::Discard => Step::Discard,
+        }
+    }
+
+    /// Whether it touches the guest, and so is carried out in order and answered.
+    pub fn is_on_guest(&self) -> bool {
+        self.step() != Step::Control
+    }
 }
 
 /// What happened at a destination.

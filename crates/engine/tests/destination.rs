@@ -92,11 +92,7 @@ impl Hand {
                 DestinationAction::Finished(outcome) => self.end = Some(*outcome),
                 // Answered by the tests that wait for it.
                 DestinationAction::Discard => self.discarded = true,
-                DestinationAction::Prepare(_) => self.steps.push(Step::Prepare),
-                DestinationAction::Zero(_) => self.steps.push(Step::Zero),
-                DestinationAction::Digest { .. } => self.steps.push(Step::Digest),
-                DestinationAction::Restore(_) => self.steps.push(Step::Restore),
-                DestinationAction::Resume => self.steps.push(Step::Resume),
+                action => self.steps.push(action.step()),
             }
         }
     }

@@ -64,37 +64,16 @@ impl Hand {
     /// Carries out nothing: notes what is wanted.
     fn poll(&mut self) {
         while let Some(action) = self.source.poll_action() {
-            let step = match action {
-                SourceAction::Transmit(message) => {
-                    self.messages.push(message);
-                    continue;
-                }
-                SourceAction::Send { stream, chunk } => {
-                    self.chunks.push((stream, chunk));
-                    continue;
-                }
-                SourceAction::EndRound { .. } => continue,
-                SourceAction::Finished(outcome) => {
-                    self.end = Some(*outcome);
-                    continue;
-                }
-                SourceAction::StartTracking => Step::StartTracking,
-                SourceAction::Scan => Step::Scan,
-                SourceAction::BeginHints { .. } => Step::BeginHints,
-                SourceAction::Peek(_) => Step::Peek,
-                SourceAction::EndHints { .. } => Step::EndHints,
-                SourceAction::Harvest => Step::Harvest,
-                SourceAction::Pause => Step::Pause,
-                SourceAction::Save => Step::Save,
-                SourceAction::Digest { .. } => Step::Digest,
-                SourceAction::GiveBack(pages) => {
-                    self.given_back = Some(pages);
-                    Step::GiveBack
-                }
-                SourceAction::StopTracking => Step::StopTracking,
-                SourceAction::Resume => Step::Resume,
-            };
-            self.steps.push(step);
+            if action.is_on_guest() {
+                self.steps.push(action.step());
+            }
+            match action {
+                SourceAction::Transmit(message) => self.messages.push(message),
+                SourceAction::Send { stream, chunk } => self.chunks.push((stream, chunk)),
+                SourceAction::Finished(outcome) => self.end = Some(*outcome),
+                SourceAction::GiveBack(pages) => self.given_back = Some(pages),
+                _ => {}
+            }
         }
     }
 

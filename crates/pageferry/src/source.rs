@@ -6,7 +6,7 @@ use crate::data::{Command, Pacer, Sender};
 use crate::handle::{Finished, Watch};
 use crate::pulse::{Held, Pulse};
 use crate::transport::{self, AsyncSocket, Closer};
-use crate::worker::{SourceWorker, step_of};
+use crate::worker::SourceWorker;
 use crate::{Address, Error, Guest, SendOptions, report};
 use engine::{Ending, Outcome, Role, Source, SourceAction, SourceEvent, Step};
 use std::sync::Arc;
@@ -251,7 +251,7 @@ impl Sending {
             SourceAction::EndRound { stream, round } => self.command(stream, Command::EndRound(round)),
             SourceAction::Finished(outcome) => return Some(outcome),
             action => {
-                let step = step_of(&action);
+                let step = action.step();
                 tracing::info!(?step, at_ms = self.pulse.now().as_secs_f64() * 1000.0, "on the guest");
                 if !self.worker.carry_out(action) {
                     self.failed(step, "the guest's thread died".to_owned());

@@ -190,17 +190,9 @@ impl Destination {
     /// What to do next; `None` where there is nothing to do but wait.
     pub fn poll_action(&mut self) -> Option<DestinationAction> {
         let action = self.actions.pop_front()?;
-        match &action {
-            DestinationAction::Prepare(_) => {
-                self.made = true;
-                self.awaiting.push_back(Step::Prepare);
-            }
-            DestinationAction::Zero(_) => self.awaiting.push_back(Step::Zero),
-            DestinationAction::Digest { .. } => self.awaiting.push_back(Step::Digest),
-            DestinationAction::Restore(_) => self.awaiting.push_back(Step::Restore),
-            DestinationAction::Resume => self.awaiting.push_back(Step::Resume),
-            DestinationAction::Discard => self.awaiting.push_back(Step::Discard),
-            DestinationAction::Transmit(_) | DestinationAction::Finished(_) => {}
+        self.made |= matches!(action, DestinationAction::Prepare(_));
+        if action.is_on_guest() {
+            self.awaiting.push_back(action.step());
         }
         Some(action)
     }

@@ -80,7 +80,7 @@ impl Source {
     /// Queues what is owed once nothing is under way at the guest (a harvest that is, is owed back too), and the end
     /// once all that is done.
     pub(super) fn undo_next(&mut self) {
-        let busy = !self.awaiting.is_empty() || self.actions.iter().any(|a| super::step_of(a).is_some());
+        let busy = !self.awaiting.is_empty() || self.actions.iter().any(SourceAction::is_on_guest);
         let Some(undo) = self.undo.as_mut().filter(|_| !busy) else {
             return;
         };
@@ -105,7 +105,7 @@ impl Source {
     }
 
     fn undo_next_if_idle(&mut self) {
-        if !self.actions.iter().any(|a| super::step_of(a).is_some()) {
+        if !self.actions.iter().any(SourceAction::is_on_guest) {
             self.undo_next();
         }
     }

@@ -282,8 +282,8 @@ impl Source {
     /// What to do next; `None` where there is nothing to do but wait.
     pub fn poll_action(&mut self) -> Option<SourceAction> {
         let action = self.actions.pop_front()?;
-        if let Some(step) = step_of(&action) {
-            self.awaiting.push_back(step);
+        if action.is_on_guest() {
+            self.awaiting.push_back(action.step());
         }
         match &action {
             SourceAction::Transmit(Message::Commit(_)) => self.done.committed = true,
@@ -341,7 +341,7 @@ impl Source {
     /// Bounds the wait for an answer of a receiver that is alive: its pings keep a guest paused no longer than that. The
     /// time runs from when this side has nothing else to do, anew for each answer.
     fn watch_answer(&mut self) {
-        let busy = !self.awaiting.is_empty() || self.actions.iter().any(|a| step_of(a).is_some());
+        let busy = !self.awaiting.is_empty() || self.actions.iter().any(SourceAction::is_on_guest);
         let owed = self.state.owed().filter(|_| !busy);
         if owed == self.owed {
             return;
@@ -564,28 +564,6 @@ impl Source {
     fn fits(&self, set: &PageSet) -> bool {
         Arc::ptr_eq(set.layout(), &self.layout) || **set.layout() == *self.layout
     }
-}
-
-/// The step that an action on the guest is; `None` for actions that are not answered in order.
-fn step_of(action: &SourceAction) -> Option<Step> {
-    Some(match action {
-        SourceAction::StartTracking => Step::StartTracking,
-        SourceAction::Scan => Step::Scan,
-        SourceAction::BeginHints { .. } => Step::BeginHints,
-        SourceAction::Peek(_) => Step::Peek,
-        SourceAction::EndHints { .. } => Step::EndHints,
-        SourceAction::Harvest => Step::Harvest,
-        SourceAction::Pause => Step::Pause,
-        SourceAction::Save => Step::Save,
-        SourceAction::Digest { .. } => Step::Digest,
-        SourceAction::GiveBack(_) => Step::GiveBack,
-        SourceAction::StopTracking => Step::StopTracking,
-        SourceAction::Resume => Step::Resume,
-        SourceAction::Transmit(_)
-        | SourceAction::Send { .. }
-        | SourceAction::EndRound { .. }
-        | SourceAction::Finished(_) => return None,
-    })
 }
 
 /// The step that an event answers.

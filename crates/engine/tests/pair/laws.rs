@@ -187,22 +187,3 @@ pub(super) fn destination_says(message: &Message, copy: &Copy) -> Option<String>
     let early = matches!(message, Message::NotRunning(_)) && !copy.discarded;
     early.then(|| "NotRunning before the destination's copy was gone".to_owned())
 }
-
-/// The step that an action on the guest is.
-pub(super) fn step_of(action: &SourceAction) -> Step {
-    match action {
-        SourceAction::StartTracking => Step::StartTracking,
-        SourceAction::Scan => Step::Scan,
-        SourceAction::BeginHints { .. } => Step::BeginHints,
-        SourceAction::Peek(_) => Step::Peek,
-        SourceAction::EndHints { .. } => Step::EndHints,
-        SourceAction::Harvest => Step::Harvest,
-        SourceAction::Pause => Step::Pause,
-        SourceAction::Save => Step::Save,
-        SourceAction::Digest { .. } => Step::Digest,
-        SourceAction::GiveBack(_) => Step::GiveBack,
-        SourceAction::StopTracking => Step::StopTracking,
-        SourceAction::Resume => Step::Resume,
-        _ => Step::Control,
-    }
-}

@@ -355,7 +355,7 @@ impl Pair {
         let Some(action) = self.source_work.pop_front() else {
             return;
         };
-        let step = laws::step_of(&action);
+        let step = action.step();
         if !self.failed_steps.contains(&Step::EndHints) {
             let breach = self.laws.source_action(&action, &self.guest, &self.done);
             self.breaches.extend(breach);
@@ -424,14 +424,7 @@ impl Pair {
         let Some(action) = self.destination_work.pop_front() else {
             return;
         };
-        let step = match &action {
-            DestinationAction::Prepare(_) => Step::Prepare,
-            DestinationAction::Zero(_) => Step::Zero,
-            DestinationAction::Digest { .. } => Step::Digest,
-            DestinationAction::Restore(_) => Step::Restore,
-            DestinationAction::Resume => Step::Resume,
-            _ => Step::Discard,
-        };
+        let step = action.step();
         if step != Step::Discard {
             let fails = self.mishaps.destination_action == Some(self.destination_actions);
             self.destination_actions += 1;

@@ -6,7 +6,7 @@ use crate::data::{Gate, Headroom, Receiver};
 use crate::handle::Watch;
 use crate::pulse::{Held, Pulse};
 use crate::transport::Closer;
-use crate::worker::{DestinationWorker, Said, destination_step_of as step_of};
+use crate::worker::{DestinationWorker, Said};
 use crate::{ReceiveOptions, report};
 use engine::{Destination, DestinationAction, DestinationEvent, Ending, Outcome, Step};
 use machine::GuestRam;
@@ -254,10 +254,10 @@ impl<'a> Session<'a> {
             }
             DestinationAction::Finished(outcome) => return Some(outcome),
             action => {
-                if !matches!(action, DestinationAction::Zero(_)) {
-                    tracing::info!(action = name(&action), "on the guest");
+                let step = action.step();
+                if step != Step::Zero {
+                    tracing::info!(?step, "on the guest");
                 }
-                let step = step_of(&action);
                 if !self.worker.carry_out(action) {
                     self.failed(step, "the guest's thread died".to_owned());
                 }
@@ -297,19 +297,5 @@ async fn until(due: Option<tokio::time::Instant>) {
     match due {
         Some(due) => tokio::time::sleep_until(due).await,
         None => std::future::pending().await,
-    }
-}
-
-/// What an action is called in the log.
-fn name(action: &DestinationAction) -> &'static str {
-    match action {
-        DestinationAction::Transmit(_) => "transmit",
-        DestinationAction::Prepare(_) => "prepare",
-        DestinationAction::Zero(_) => "zero",
-        DestinationAction::Digest { .. } => "digest",
-        DestinationAction::Restore(_) => "restore",
-        DestinationAction::Resume => "resume",
-        DestinationAction::Discard => "discard",
-        DestinationAction::Finished(_) => "finished",
     }
 }

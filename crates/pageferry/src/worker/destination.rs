@@ -106,7 +106,7 @@ struct Destination {
 
 impl Destination {
     fn carry_out(&mut self, action: DestinationAction) -> Option<Said> {
-        let step = step_of(&action);
+        let step = action.step();
         let (step, mut error) = match guarded(step, || self.call(action)) {
             Ok(said) => return said,
             Err(failure) => failure,
@@ -125,7 +125,7 @@ impl Destination {
     }
 
     fn call(&mut self, action: DestinationAction) -> Result<Option<Said>, Failure> {
-        let step = step_of(&action);
+        let step = action.step();
         let event = match action {
             DestinationAction::Prepare(hello) => {
                 let (config, dry_run) = (hello.config, hello.dry_run);
@@ -197,18 +197,5 @@ impl Destination {
         let ram = Arc::clone(&guest.ram);
         self.guest = Some(guest);
         Ok(Said::Made(ram))
-    }
-}
-
-/// What a failure of `action` is called.
-pub(crate) fn step_of(action: &DestinationAction) -> Step {
-    match action {
-        DestinationAction::Transmit(_) | DestinationAction::Finished(_) => Step::Control,
-        DestinationAction::Discard => Step::Discard,
-        DestinationAction::Prepare(_) => Step::Prepare,
-        DestinationAction::Zero(_) => Step::Zero,
-        DestinationAction::Digest { .. } => Step::Digest,
-        DestinationAction::Restore(_) => Step::Restore,
-        DestinationAction::Resume => Step::Resume,
     }
 }

@@ -7,8 +7,8 @@ mod destination;
 mod digest;
 mod source;
 
-pub(crate) use destination::{DestinationWorker, Prepare, Said, step_of as destination_step_of};
-pub(crate) use source::{SourceWorker, step_of};
+pub(crate) use destination::{DestinationWorker, Prepare, Said};
+pub(crate) use source::SourceWorker;
 
 use engine::Step;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -76,7 +76,7 @@ struct Source {
 
 impl Source {
     fn carry_out(&mut self, action: SourceAction) -> SourceEvent {
-        let step = step_of(&action);
+        let step = action.step();
         match guarded(step, || self.call(action)) {
             Ok(event) => event,
             Err((step, error)) => SourceEvent::Failed { step, error },
@@ -84,7 +84,7 @@ impl Source {
     }
 
     fn call(&mut self, action: SourceAction) -> Result<SourceEvent, Failure> {
-        let step = step_of(&action);
+        let step = action.step();
         let guest = &mut self.guest;
         Ok(match action {
             SourceAction::StartTracking => {
@@ -158,25 +158,5 @@ impl Source {
             allocates: guest.free_pages.allocates(),
             poison: guest.free_pages.poison(),
         })
-    }
-}
-
-/// What a failure of `action` is called.
-pub(crate) fn step_of(action: &SourceAction) -> Step {
-    match action {
-        SourceAction::Transmit(_) | SourceAction::Finished(_) => Step::Control,
-        SourceAction::StartTracking => Step::StartTracking,
-        SourceAction::Scan => Step::Scan,
-        SourceAction::BeginHints { .. } => Step::BeginHints,
-        SourceAction::Peek(_) => Step::Peek,
-        SourceAction::EndHints { .. } => Step::EndHints,
-        SourceAction::Send { .. } | SourceAction::EndRound { .. } => Step::Send,
-        SourceAction::Harvest => Step::Harvest,
-        SourceAction::Pause => Step::Pause,
-        SourceAction::Save => Step::Save,
-        SourceAction::Digest { .. } => Step::Digest,
-        SourceAction::GiveBack(_) => Step::GiveBack,
-        SourceAction::StopTracking => Step::StopTracking,
-        SourceAction::Resume => Step::Resume,
     }
 }
