@@ -53,7 +53,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<u8, Error> {
                 cli::or_warn(out.write_file(&outcome.report, None));
                 cli::or_warn(out.conclude(&outcome.report, None));
                 let error = outcome.error.as_deref().unwrap_or("no guest came");
-                eprintln!("migrate-recv: {ending}: {error}");
+                cli::say_stderr(format_args!("migrate-recv: {ending}: {error}"));
                 // Without a guest the receiver has not done what it is there for, whatever the engine says.
                 Ok(if ending == Ending::Completed {
                     Ending::Failed.exit_code()

@@ -67,6 +67,23 @@ fn a_guest_that_arrived_outlives_a_stdout_that_nobody_reads() {
 }
 
 #[test]
+fn a_stderr_that_nobody_reads_costs_no_guest() {
+    let folder = tempfile::tempdir().unwrap();
+    // The log speaks all the way; a failure is told on stderr alone.
+    for format in ["text", "json"] {
+        let log = ["--verbose", "--log-format", format];
+        let receiving = Running::unheard_receiver(folder.path(), &[&ANY[..], &log, &["--run-for", "200ms"]].concat());
+        let address = receiving.address.clone();
+        let arguments = [&GUEST[..], &log].concat();
+        let sent = Running::unheard_source(folder.path(), &address, &arguments).end();
+        sent.expect(0);
+        receiving.end().expect(0);
+        let failed = Running::unheard_source(folder.path(), &address, &arguments).end();
+        failed.expect(4).unharmed();
+    }
+}
+
+#[test]
 fn a_guest_that_arrived_outlives_a_report_that_cannot_be_written() {
     let folder = tempfile::tempdir().unwrap();
     let receiving = Running::receiver(folder.path(), &["--run-for", "0"]);

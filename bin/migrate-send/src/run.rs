@@ -42,7 +42,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<u8, Error> {
 async fn conclude(out: &ReportOut, finished: Finished, soft: &SoftSlot, signals: &mut Signals) -> Result<u8, Error> {
     let Finished { outcome, guest } = finished;
     if let Some(error) = &outcome.error {
-        eprintln!("migrate-send: {}: {error}", outcome.ending);
+        cli::say_stderr(format_args!("migrate-send: {}: {error}", outcome.ending));
     }
     let stayed = !matches!(outcome.ending, Ending::Completed | Ending::Unknown);
     let mut word = None;

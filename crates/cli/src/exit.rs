@@ -10,6 +10,7 @@
 //! | 6 | timed out, likewise |
 //! | 7 | outcome unknown: handed over without an answer; the source stays paused |
 
+use crate::say_stderr;
 use engine::Ending;
 use std::process::ExitCode;
 
@@ -52,7 +53,7 @@ pub fn finish(command: &str, result: Result<u8, Error>) -> ExitCode {
     match result {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
-            eprintln!("{command}: {error}");
+            say_stderr(format_args!("{command}: {error}"));
             ExitCode::from(error.exit_code())
         }
     }

@@ -25,7 +25,7 @@ pub use exit::{Error, finish};
 pub use file_guest::FileMachine;
 pub use guest::{Started, start};
 pub use guest_flags::{BalloonChoice, FilePlan, GuestFlags, GuestKind, GuestPlan, SoftPlan};
-pub use logging::{LogFlags, LogFormat, OutputFlags};
+pub use logging::{LogFlags, LogFormat, OutputFlags, say_stderr};
 pub use progress::show_progress;
 pub use receiving::{RamFile, Receiving};
 pub use recv_flags::{After, Corrupt, RecvFlags};

@@ -4,7 +4,7 @@
 //! carries nothing else but (at the receiver) the first line with the address, so that programs can read it; sentences
 //! for a person then go to stderr.
 
-use crate::logging::OutputFlags;
+use crate::logging::{OutputFlags, say_stderr};
 use crate::{Error, human_bytes};
 use engine::{BalloonReport, Ending, PagesReport, Report, Role};
 use serde::Serialize;
@@ -114,7 +114,7 @@ impl ReportOut {
             return Ok(());
         }
         if self.file.is_none() {
-            eprintln!("{sentence}");
+            say_stderr(sentence);
             return Ok(());
         }
         print_stdout(&format!("{sentence}\n"))
@@ -184,7 +184,7 @@ pub fn print_line(line: &str) -> Result<(), Error> {
 /// that stands, and a guest that is here goes on, whatever becomes of the words about it.
 pub fn or_warn(written: Result<(), Error>) {
     if let Err(error) = written {
-        eprintln!("warning: {error}");
+        say_stderr(format_args!("warning: {error}"));
     }
 }
 

@@ -75,6 +75,26 @@ impl Running {
         Running::listening(folder, arguments).0
     }
 
+    /// Like `receiver`, but nobody reads its stderr.
+    pub(crate) fn unheard_receiver(folder: &Path, arguments: &[&str]) -> Running {
+        let (mut child, report) = Running::start("migrate-recv", arguments, folder.join("receiver.json"));
+        drop(child.stderr.take());
+        let (mut running, out) = Running::first_line(child, report);
+        running.out = Some(gather(out, Arc::default()));
+        running
+    }
+
+    /// Like `source`, but nobody reads its stderr.
+    pub(crate) fn unheard_source(folder: &Path, to: &str, arguments: &[&str]) -> Running {
+        let all = [&["--to", to], arguments].concat();
+        let (mut child, report) = Running::start("migrate-send", &all, folder.join("source.json"));
+        drop(child.stderr.take());
+        let out = child.stdout.take().unwrap();
+        let mut running = Running::watch(child, report);
+        running.out = Some(gather(out, Arc::default()));
+        running
+    }
+
     fn listening(folder: &Path, arguments: &[&str]) -> (Running, BufReader<ChildStdout>) {
         let mut all = arguments.to_vec();
         for (flag, value) in [("--listen", "tcp:127.0.0.1:0"), ("--run-for", "200ms")] {
@@ -82,7 +102,11 @@ impl Running {
                 all.extend([flag, value]);
             }
         }
-        let (mut child, report) = Running::start("migrate-recv", &all, folder.join("receiver.json"));
+        let (child, report) = Running::start("migrate-recv", &all, folder.join("receiver.json"));
+        Running::first_line(child, report)
+    }
+
+    fn first_line(mut child: Child, report: PathBuf) -> (Running, BufReader<ChildStdout>) {
         let mut out = BufReader::new(child.stdout.take().unwrap());
         let mut first = String::new();
         out.read_line(&mut first).unwrap();
@@ -114,7 +138,7 @@ impl Running {
 
     fn watch(mut child: Child, report: PathBuf) -> Running {
         let heard = Arc::default();
-        let err = Some(gather(child.stderr.take().unwrap(), Arc::clone(&heard)));
+        let err = child.stderr.take().map(|err| gather(err, Arc::clone(&heard)));
         Running {
             child,
             out: None,
