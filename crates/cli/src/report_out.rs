@@ -264,11 +264,14 @@ fn summary(report: &Report) -> String {
             p.total, p.sent, p.zero, p.hole, p.hinted, p.ballooned, p.filled, p.resent
         ),
     );
-    let asked = if report.balloon.asked { "asked" } else { "not asked" };
-    line(
-        "balloon",
-        format!("{}, {asked}: {}", report.balloon.dialect, report.balloon.why),
-    );
+    // The source asks; a receiver's line could only say that it did not.
+    if report.role == Role::Source {
+        let asked = if report.balloon.asked { "asked" } else { "not asked" };
+        line(
+            "balloon",
+            format!("{}, {asked}: {}", report.balloon.dialect, report.balloon.why),
+        );
+    }
     if let Some(verified) = report.verified {
         line("verified", if verified { "yes".to_owned() } else { "NO".to_owned() });
     }
@@ -411,5 +414,7 @@ mod tests {
         for word in ["completed", "downtime", "hinted", "verified", "balloon"] {
             assert!(text.contains(word), "{word}: {text}");
         }
+        report.role = Role::Receiver;
+        assert!(!summary(&report).contains("balloon "), "the source asks");
     }
 }
