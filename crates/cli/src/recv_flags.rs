@@ -60,7 +60,8 @@ pub struct RecvFlags {
     /// What to do with the guest once it is here
     #[arg(long, value_enum, default_value_t, value_name = "WHAT")]
     pub after: After,
-    /// How long the built-in guest runs on before it powers off; 0: until SIGINT or SIGTERM
+    /// How long the built-in guest runs on: being a demonstration, it powers off by itself so long after it has arrived
+    /// and checked itself; 0: it runs until SIGINT or SIGTERM
     #[arg(long, value_parser = parse_duration, default_value = "1s", value_name = "TIME")]
     pub run_for: Duration,
     /// Where the running guest can be sent on from
