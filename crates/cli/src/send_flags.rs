@@ -133,7 +133,7 @@ pub struct SendFlags {
     /// Digest RAM on both sides while the guest is paused, and compare
     #[arg(long)]
     pub verify: bool,
-    /// Only run both sides' checks: exits 0 or 3
+    /// Only run both sides' checks: exits 0 if both agree, 3 if one refuses, 4 if no receiver answers
     #[arg(long)]
     pub dry_run: bool,
 }
