@@ -155,6 +155,7 @@ fn nonsense_is_a_usage_error_without_a_report() {
     for (arguments, word) in [
         (&["--guest", "linux", "--kernel", "k"][..], "later version"),
         (&["--control", "/run/guest"], "--control"),
+        (&["--balloon", "bitmap-rfc"], "--balloon bitmap-rfc"),
         (&["--memory", "8Q"], "'8Q'"),
         (&["--streams", "65"], "'65'"),
         (&["--skip", "none,free"], "--skip"),

@@ -30,7 +30,7 @@ pub enum BalloonChoice {
     Standard,
     /// The bitmap dialect
     Bitmap,
-    /// The bitmap dialect as the 2016 patches had it
+    /// The bitmap dialect as the 2016 patches had it; not served yet
     BitmapRfc,
     /// No balloon
     Off,
@@ -216,6 +216,12 @@ impl GuestFlags {
                 "--used and --aged take {used_bytes} and {aged_bytes} bytes, together more than --memory {memory_bytes}"
             )));
         }
+        let balloon = self.balloon.unwrap_or_default();
+        if balloon == BalloonChoice::BitmapRfc {
+            return Err(Error::Usage(
+                "--balloon bitmap-rfc comes with a later version of pageferry: use standard, bitmap or off".to_owned(),
+            ));
+        }
         let vcpus = self.vcpus.unwrap_or(1);
         if !(1..=MAX_VCPUS).contains(&vcpus) {
             return Err(Error::Usage(format!("--vcpus {vcpus}: give 1 to {MAX_VCPUS}")));
@@ -229,7 +235,7 @@ impl GuestFlags {
             vcpus,
             seed: self.guest_seed.unwrap_or(1),
             init_on_alloc: self.init_on_alloc,
-            balloon: self.balloon.unwrap_or_default(),
+            balloon,
         })
     }
 }
@@ -284,7 +290,7 @@ mod tests {
     fn all_flags_of_a_soft_guest() {
         let plan = soft(
             "--guest soft --memory 1G --used 100M --scatter 0.5 --aged 512M --workload churn:500 --vcpus 2 --guest-seed 7 \
-             --init-on-alloc --balloon bitmap-rfc",
+             --init-on-alloc --balloon bitmap",
         );
         assert_eq!(
             plan,
@@ -297,7 +303,7 @@ mod tests {
                 vcpus: 2,
                 seed: 7,
                 init_on_alloc: true,
-                balloon: BalloonChoice::BitmapRfc,
+                balloon: BalloonChoice::Bitmap,
             }
         );
     }
@@ -319,6 +325,10 @@ mod tests {
     fn nonsense_is_refused_by_name() {
         for (line, word) in [
             ("--guest linux --kernel k", "later version"),
+            (
+                "--balloon bitmap-rfc",
+                "--balloon bitmap-rfc comes with a later version",
+            ),
             ("--guest file", "--ram"),
             (
                 "--guest file --ram r --used 1M",
