@@ -1,6 +1,7 @@
 //! The report's way out: JSON to a file or to stdout, and a summary for a person.
 //!
-//! A report file is whole or absent: it is written beside its place and renamed. Where the report goes to stdout, stdout
+//! A report file is whole or absent: it is written beside its place and renamed. A device that stands in its place, as
+//! /dev/null, is written to: a rename by root would put a file there in its stead. Where the report goes to stdout, stdout
 //! carries nothing else but (at the receiver) the first line with the address, so that programs can read it; sentences
 //! for a person then go to stderr.
 
@@ -10,6 +11,7 @@ use engine::{BalloonReport, Ending, PagesReport, Report, Role};
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::io::Write as _;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 /// What the guest said of itself after it had arrived.
@@ -62,11 +64,21 @@ impl ReportOut {
                 folder.display()
             )));
         }
-        if file.is_dir() {
-            return Err(Error::Usage(format!(
-                "--report: {} is a folder: name a file in it",
-                file.display()
-            )));
+        match kind_of(file) {
+            Kind::New => {}
+            Kind::Device => return Ok(()),
+            Kind::Folder => {
+                return Err(Error::Usage(format!(
+                    "--report: {} is a folder: name a file in it",
+                    file.display()
+                )));
+            }
+            Kind::Other => {
+                return Err(Error::Usage(format!(
+                    "--report: {} is a pipe or something else than a file: give a file, or - for stdout",
+                    file.display()
+                )));
+            }
         }
         let tried = beside(file).and_then(|beside| {
             std::fs::write(&beside, [])?;
@@ -202,6 +214,26 @@ fn folder_of(file: &Path) -> &Path {
     }
 }
 
+/// What stands in a report's place.
+enum Kind {
+    /// Nothing, or a file, which the report replaces.
+    New,
+    /// A character device.
+    Device,
+    Folder,
+    Other,
+}
+
+fn kind_of(file: &Path) -> Kind {
+    // What cannot be looked at cannot be written either: the write says why.
+    match std::fs::metadata(file).map(|meta| meta.file_type()) {
+        Ok(kind) if kind.is_char_device() => Kind::Device,
+        Ok(kind) if kind.is_dir() => Kind::Folder,
+        Ok(kind) if !kind.is_file() => Kind::Other,
+        Ok(_) | Err(_) => Kind::New,
+    }
+}
+
 /// The file that a report is written to before it is renamed.
 fn beside(file: &Path) -> std::io::Result<PathBuf> {
     let name = file.file_name().ok_or(std::io::ErrorKind::InvalidInput)?;
@@ -213,6 +245,15 @@ fn beside(file: &Path) -> std::io::Result<PathBuf> {
 
 fn write_atomically(file: &Path, bytes: &[u8]) -> Result<(), Error> {
     let failed = |error: std::io::Error| Error::Failed(format!("writing the report to {}: {error}", file.display()));
+    match kind_of(file) {
+        Kind::New => {}
+        Kind::Device => {
+            let device = std::fs::OpenOptions::new().write(true).open(file);
+            return device.and_then(|mut device| device.write_all(bytes)).map_err(failed);
+        }
+        // It came there since the check.
+        Kind::Folder | Kind::Other => return Err(failed(std::io::ErrorKind::AlreadyExists.into())),
+    }
     let beside = beside(file).map_err(failed)?;
     let written = std::fs::write(&beside, bytes).and_then(|()| std::fs::rename(&beside, file));
     if written.is_err() {
@@ -374,6 +415,24 @@ mod tests {
             1,
             "nothing is left beside it"
         );
+    }
+
+    #[test]
+    fn what_is_no_file_is_not_replaced() {
+        // A link, so that a mistake here replaces that and not the machine's own device.
+        let folder = tempfile::tempdir().unwrap();
+        let device = folder.path().join("null");
+        std::os::unix::fs::symlink("/dev/null", &device).unwrap();
+        let null = out(Some(device.clone()));
+        null.check().unwrap();
+        null.write_file(&report(), None).unwrap();
+        assert!(std::fs::symlink_metadata(&device).unwrap().is_symlink());
+        let socket = folder.path().join("socket");
+        let _listening = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        let pipe = out(Some(socket));
+        assert_eq!(pipe.check().unwrap_err().exit_code(), 2);
+        assert!(pipe.write_file(&report(), None).is_err());
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 2, "nothing is left");
     }
 
     #[test]
