@@ -35,7 +35,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<u8, Error> {
             ram_file.remove_if_ours();
         })?;
 
-        let options = options(&flags, receiving.is_populated());
+        let options = options(&flags);
         let mut receiving = receiving;
         let handle = Migration::receive(listener, options, move |incoming| {
             receiving.prepare(&incoming.config, incoming.dry_run)
@@ -65,7 +65,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<u8, Error> {
     })
 }
 
-fn options(flags: &RecvFlags, populated: bool) -> ReceiveOptions {
+fn options(flags: &RecvFlags) -> ReceiveOptions {
     ReceiveOptions {
         destination: DestinationConfig {
             peer_timeout: flags.peer_timeout,
@@ -74,7 +74,6 @@ fn options(flags: &RecvFlags, populated: bool) -> ReceiveOptions {
             ..DestinationConfig::default()
         },
         max_memory: flags.max_memory.map(|size| size.0),
-        populated,
         ..ReceiveOptions::default()
     }
 }

@@ -89,10 +89,8 @@ pub struct ReceiveOptions {
     pub destination: DestinationConfig,
     /// The most bytes of guest RAM that are taken; a larger guest is refused. `None`: what `prepare` can make.
     pub max_memory: Option<u64>,
-    /// Whether `prepare` returns memory that is populated already; told to the source for its report.
-    pub populated: bool,
     /// Bytes of the host's memory that are left to others: a guest that would take them fails, and goes on at its source.
-    /// Not looked at where memory is populated already; 0: never.
+    /// Not looked at where [`machine::GuestRam::is_populated`]; 0: never.
     pub host_reserve_bytes: u64,
     /// How long a new connection may take to say who it is, and a source to open all its streams.
     pub handshake_timeout: Duration,
@@ -105,7 +103,6 @@ impl Default for ReceiveOptions {
         ReceiveOptions {
             destination: DestinationConfig::default(),
             max_memory: None,
-            populated: false,
             host_reserve_bytes: 256 << 20,
             handshake_timeout: Duration::from_secs(10),
             socket_buffer_bytes: 4 << 20,

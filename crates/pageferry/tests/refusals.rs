@@ -8,7 +8,7 @@ use common::*;
 use pageferry::{Ending, Listener, Migration};
 use pages::Layout;
 use std::io::{Read, Write};
-use wire::{ConnectionRole, Message, PreambleReply, VersionRange};
+use wire::{Accept, ConnectionRole, Message, PreambleReply, VersionRange};
 
 fn small() -> Layout {
     Layout::flat(100).unwrap()
@@ -227,6 +227,31 @@ async fn a_dry_run_checks_and_the_receiver_waits_on() {
     assert_eq!(destination.outcome.ending, Ending::Completed);
     assert_eq!(made.lock().unwrap().len(), 2);
     assert_same_ram(&probe, &made.lock().unwrap()[1], &[]);
+}
+
+/// What is said of the memory is what it is, not what it was to be: a pool that was populated ahead may not fit.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_memory_of_the_guest_that_was_made_says_whether_it_is_populated() {
+    for populated in [false, true] {
+        let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap()).unwrap();
+        let address = listener.local_address().clone();
+        let receiving = Migration::receive(listener, receive_options(), move |incoming| {
+            let (guest, probe) = blank_guest(&incoming.config.layout, None);
+            if populated {
+                probe.memory.populate_all().unwrap();
+            }
+            Ok(guest)
+        });
+        let accepted = tokio::task::spawn_blocking(move || {
+            let mut control = open(&address, ConnectionRole::Control);
+            let _data = open(&address, ConnectionRole::Data { stream: 0 });
+            say(&mut control, &hello(&small(), 1));
+            hear(&mut control)
+        });
+        let accepted = guarded(accepted).await.unwrap();
+        assert_eq!(accepted, Some(Message::Accept(Accept { populated })));
+        guarded(receiving.finish()).await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -200,7 +200,7 @@ impl<'a> Session<'a> {
         }
         self.handle(DestinationEvent::Prepared {
             layout: Arc::clone(ram.layout()),
-            populated: self.options.populated,
+            populated: ram.is_populated(),
         });
     }
 
@@ -212,7 +212,7 @@ impl<'a> Session<'a> {
             socket,
             ram: Arc::clone(ram),
             memory_is_zero: self.options.destination.memory_is_zero,
-            headroom: Headroom::new(if self.options.populated {
+            headroom: Headroom::new(if ram.is_populated() {
                 0
             } else {
                 self.options.host_reserve_bytes
