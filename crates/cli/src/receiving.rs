@@ -117,11 +117,6 @@ impl Receiving {
         })
     }
 
-    /// Whether memory was populated ahead.
-    pub fn is_populated(&self) -> bool {
-        self.pool.is_some()
-    }
-
     /// Where the built-in guest that comes can be found.
     pub fn soft(&self) -> SoftSlot {
         self.soft.clone()
@@ -289,13 +284,13 @@ mod tests {
     #[test]
     fn memory_that_was_populated_ahead_is_used_if_it_fits() {
         let mut receiving = receiving("--prealloc --max-memory 4M").unwrap();
-        assert!(receiving.is_populated());
+        assert!(receiving.pool.is_some());
         let guest = receiving.prepare(&file_config(1024), false).unwrap();
         assert_eq!(guest.ram.present().unwrap().count(), 1024, "all populated");
         let guest = receiving.prepare(&file_config(512), false).unwrap();
         assert_eq!(guest.ram.layout().total_pages(), 512);
         assert_eq!(guest.ram.present().unwrap().count(), 0);
-        assert!(!receiving.is_populated());
+        assert!(!receiving.pool.is_some());
     }
 
     #[test]

@@ -140,9 +140,10 @@ impl Storage {
     /// Makes the file, which is ours by now, all zero and as long as RAM.
     fn empty(&self, layout: &Layout, path: &Path) -> Result<()> {
         let Some(file) = &self.file else { return Ok(()) };
+        // Before it is emptied: a file that does not fit keeps what it has.
+        check_space(file, path, layout.total_bytes())?;
         file.set_len(0)
             .map_err(|e| Error::sys(format!("emptying RAM file {}", path.display()), e))?;
-        check_space(file, path, layout.total_bytes())?;
         self.set_len(layout, path)
     }
 
@@ -279,7 +280,15 @@ fn not_regular(path: &Path, kind: std::fs::FileType) -> Error {
 fn check_space(file: &File, path: &Path, needed: u64) -> Result<()> {
     let fs = rustix::fs::fstatvfs(file)
         .map_err(|e| Error::sys(format!("asking for space at {}", path.display()), e.into()))?;
-    let free = fs.f_bavail.saturating_mul(fs.f_frsize);
+    let own = file
+        .metadata()
+        .map_err(|e| Error::sys(format!("looking at {}", path.display()), e))?
+        .blocks();
+    // The file's own blocks, of 512 bytes, come back when it is emptied.
+    let free = fs
+        .f_bavail
+        .saturating_mul(fs.f_frsize)
+        .saturating_add(own.saturating_mul(512));
     // No blocks at all: a file system without a limit of its own (hugetlbfs; its pool is checked by mapping).
     if fs.f_blocks > 0 && free < needed {
         return Err(Error::NoSpace {

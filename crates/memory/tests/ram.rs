@@ -527,9 +527,11 @@ fn files_that_will_not_do_are_refused_by_name() {
         assert_eq!((expected, got), (4096 * 2568, wrong as u64));
     }
 
-    let huge = Arc::new(Layout::flat(1 << 32).unwrap());
-    let full = GuestMemory::new(huge, &Backing::create_file(dir.path().join("huge")));
+    let (huge, kept) = (Arc::new(Layout::flat(1 << 32).unwrap()), dir.path().join("huge"));
+    std::fs::write(&kept, "what it had").unwrap();
+    let full = GuestMemory::new(huge, &Backing::create_file(&kept));
     assert!(matches!(full, Err(Error::NoSpace { .. })), "{full:?}");
+    assert_eq!(std::fs::read(&kept).unwrap(), b"what it had");
 }
 
 #[test]

@@ -17,11 +17,15 @@ fn sets(c: &mut Criterion) {
     let bitmap = scattered.to_bitmap();
 
     let mut group = c.benchmark_group("sets of 8 GiB");
-    group.bench_function("union", |b| b.iter(|| black_box(contiguous.clone()).union_with(&scattered)));
+    group.bench_function("union", |b| {
+        b.iter(|| black_box(contiguous.clone()).union_with(&scattered))
+    });
     group.bench_function("subtract", |b| b.iter(|| black_box(full.clone()).subtract(&scattered)));
     group.bench_function("count", |b| b.iter(|| black_box(&scattered).count()));
     group.bench_function("runs, contiguous", |b| b.iter(|| black_box(&contiguous).runs().count()));
-    group.bench_function("runs, 57,000 pages", |b| b.iter(|| black_box(&scattered).runs().count()));
+    group.bench_function("runs, 57,000 pages", |b| {
+        b.iter(|| black_box(&scattered).runs().count())
+    });
     group.bench_function("insert 2048 ranges of 4 MiB", |b| {
         b.iter(|| {
             let mut set = PageSet::empty(&layout);
