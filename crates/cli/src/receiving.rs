@@ -290,7 +290,7 @@ mod tests {
         let guest = receiving.prepare(&file_config(512), false).unwrap();
         assert_eq!(guest.ram.layout().total_pages(), 512);
         assert_eq!(guest.ram.present().unwrap().count(), 0);
-        assert!(!receiving.pool.is_some());
+        assert!(receiving.pool.is_none());
     }
 
     #[test]
