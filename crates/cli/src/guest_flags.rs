@@ -43,52 +43,52 @@ pub struct GuestFlags {
     /// What runs the guest
     #[arg(long, value_enum, default_value_t, value_name = "KIND")]
     pub guest: GuestKind,
-    /// Guest RAM, any whole number of 4 KiB pages [soft, linux; default: 8G]
+    /// Guest RAM, any whole number of 4 KiB pages (soft, linux; default: 8G)
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<Size>,
-    /// Virtual CPUs [soft, linux; default: 1]
+    /// Virtual CPUs (soft, linux; default: 1)
     #[arg(long, value_name = "N")]
     pub vcpus: Option<u32>,
-    /// The balloon's dialect [soft, linux; default: standard]
+    /// The balloon's dialect (soft, linux; default: standard)
     #[arg(long, value_enum, value_name = "DIALECT")]
     pub balloon: Option<BalloonChoice>,
 
-    /// Memory that the guest uses [soft; default: 300M, or a quarter of a small guest's RAM]
+    /// Memory that the guest uses (soft; default: 300M, or a quarter of a small guest's RAM)
     #[arg(long, value_name = "SIZE", help_heading = "Built-in guest")]
     pub used: Option<Size>,
-    /// How scattered it is: 0 in one piece, 1 in single pages [soft; default: 0]
+    /// How scattered it is: 0 in one piece, 1 in single pages (soft; default: 0)
     #[arg(long, value_name = "0..1", value_parser = parse_share, help_heading = "Built-in guest")]
     pub scatter: Option<f64>,
-    /// Memory that was touched, then freed, before the migration [soft; default: 0]
+    /// Memory that was touched, then freed, before the migration (soft; default: 0)
     #[arg(long, value_name = "SIZE", help_heading = "Built-in guest")]
     pub aged: Option<Size>,
-    /// What it does: idle, churn:RATE (pages a second) or compile [soft; default: idle]
+    /// What it does: idle, churn:RATE (pages a second) or compile (soft; default: idle)
     #[arg(long, value_name = "LOAD", help_heading = "Built-in guest")]
     pub workload: Option<Workload>,
-    /// Where its randomness starts [soft; default: 1]
+    /// Where its randomness starts (soft; default: 1)
     #[arg(long, value_name = "N", help_heading = "Built-in guest")]
     pub guest_seed: Option<u64>,
-    /// It zeroes memory when it allocates it, as Linux with init_on_alloc=1 [soft]
+    /// It zeroes memory when it allocates it, as Linux with init_on_alloc=1 (soft)
     #[arg(long, help_heading = "Built-in guest")]
     pub init_on_alloc: bool,
 
-    /// The guest's RAM [file]
+    /// The guest's RAM (file)
     #[arg(long, value_name = "FILE", help_heading = "Guest in a file")]
     pub ram: Option<PathBuf>,
-    /// Where its RAM lies in guest-physical space (JSON) [file; default: one region from address 0]
+    /// Where its RAM lies in guest-physical space (JSON) (file; default: one region from address 0)
     #[arg(long, value_name = "FILE", help_heading = "Guest in a file")]
     pub layout: Option<PathBuf>,
-    /// Its free pages: a bitmap, one bit a 4 KiB page, least significant first [file]
+    /// Its free pages: a bitmap, one bit a 4 KiB page, least significant first (file)
     #[arg(long, value_name = "FILE", help_heading = "Guest in a file")]
     pub free_map: Option<PathBuf>,
 
-    /// The kernel to boot [linux]
+    /// The kernel to boot (linux)
     #[arg(long, value_name = "FILE", help_heading = "Linux guest")]
     pub kernel: Option<PathBuf>,
-    /// Its initial RAM disk [linux]
+    /// Its initial RAM disk (linux)
     #[arg(long, value_name = "FILE", help_heading = "Linux guest")]
     pub initrd: Option<PathBuf>,
-    /// Its command line [linux]
+    /// Its command line (linux)
     #[arg(long, value_name = "STR", help_heading = "Linux guest")]
     pub cmdline: Option<String>,
 }
