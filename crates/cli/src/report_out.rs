@@ -7,7 +7,7 @@
 
 use crate::logging::{OutputFlags, say_stderr};
 use crate::{Error, human_bytes};
-use engine::{BalloonReport, Ending, PagesReport, Report, Role};
+use engine::{Ending, Report, Role};
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -137,7 +137,7 @@ impl ReportOut {
 /// return. A usage error has no report.
 pub fn report_early(out: &ReportOut, role: Role, error: Error) -> Error {
     let Some(ending) = error.ending() else { return error };
-    let report = early_report(role, ending, &error);
+    let report = Report::nothing_sent(role, ending, Some(error.to_string()), 0.0);
     for failed in [out.write_file(&report, None), out.conclude(&report, None)]
         .into_iter()
         .filter_map(Result::err)
@@ -145,36 +145,6 @@ pub fn report_early(out: &ReportOut, role: Role, error: Error) -> Error {
         tracing::error!("the report is lost: {failed}");
     }
     error
-}
-
-fn early_report(role: Role, ending: Ending, error: &Error) -> Report {
-    Report {
-        version: 1,
-        role,
-        result: ending,
-        error: Some(error.to_string()),
-        total_ms: 0.0,
-        setup_ms: 0.0,
-        hint_ms: 0.0,
-        precopy_ms: 0.0,
-        downtime_ms: 0.0,
-        verify_ms: 0.0,
-        guest_stall_ms: 0.0,
-        ram_bytes: 0,
-        wire_bytes: 0,
-        payload_bytes: 0,
-        throughput_bytes_per_s: 0.0,
-        streams: 0,
-        pages: PagesReport::default(),
-        balloon: BalloonReport {
-            dialect: "off".to_owned(),
-            why: "the migration did not come so far".to_owned(),
-            ..BalloonReport::default()
-        },
-        rounds: Vec::new(),
-        verified: None,
-        peak_rss_bytes: 0,
-    }
 }
 
 fn json(report: &Report, guest: Option<GuestReport>) -> Result<String, Error> {
@@ -285,6 +255,10 @@ fn summary(report: &Report) -> String {
             ),
         );
     }
+    // Without a page there is nothing to count.
+    if report.pages.total == 0 {
+        return text;
+    }
     line(
         "traffic",
         format!(
@@ -328,7 +302,7 @@ mod tests {
     use super::*;
 
     fn report() -> Report {
-        early_report(Role::Source, Ending::Failed, &Error::Failed("no luck".to_owned()))
+        Report::nothing_sent(Role::Source, Ending::Failed, Some("no luck".to_owned()), 0.0)
     }
 
     fn out(file: Option<PathBuf>) -> ReportOut {
@@ -467,8 +441,14 @@ mod tests {
     #[test]
     fn the_summary_names_what_matters() {
         let mut report = report();
+        assert_eq!(
+            summary(&report).trim(),
+            "result      failed",
+            "nothing was sent, there is nothing to count"
+        );
         report.result = Ending::Completed;
         report.verified = Some(true);
+        report.pages.total = 1;
         let text = summary(&report);
         for word in ["completed", "downtime", "hinted", "verified", "balloon"] {
             assert!(text.contains(word), "{word}: {text}");

@@ -60,6 +60,39 @@ pub struct Report {
     pub peak_rss_bytes: u64,
 }
 
+impl Report {
+    /// Of a migration that ended before anything was sent.
+    pub fn nothing_sent(role: Role, result: Ending, error: Option<String>, total_ms: f64) -> Self {
+        Report {
+            version: 1,
+            role,
+            result,
+            error,
+            total_ms,
+            setup_ms: 0.0,
+            hint_ms: 0.0,
+            precopy_ms: 0.0,
+            downtime_ms: 0.0,
+            verify_ms: 0.0,
+            guest_stall_ms: 0.0,
+            ram_bytes: 0,
+            wire_bytes: 0,
+            payload_bytes: 0,
+            throughput_bytes_per_s: 0.0,
+            streams: 0,
+            pages: PagesReport::default(),
+            balloon: BalloonReport {
+                dialect: "off".to_owned(),
+                why: "the migration did not come so far".to_owned(),
+                ..BalloonReport::default()
+            },
+            rounds: Vec::new(),
+            verified: None,
+            peak_rss_bytes: 0,
+        }
+    }
+}
+
 /// Pages by fate: what the receiver was told of each page last. `sent + zero + hole + hinted + ballooned + filled` is
 /// `total`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]

@@ -1,6 +1,6 @@
 //! What the engine cannot know of a report, and reports of migrations that never came to an engine.
 
-use engine::{BalloonReport, Ending, Outcome, PagesReport, Report, Role};
+use engine::{Ending, Outcome, Report, Role};
 
 /// Fills in what this process knows: control bytes, throughput, memory.
 pub(crate) fn complete(outcome: &mut Outcome, control_bytes: u64) {
@@ -19,29 +19,8 @@ pub(crate) fn failed(role: Role, error: String, total_ms: f64) -> Outcome {
 
 /// The outcome of a migration that ended so before the engine had a say.
 pub(crate) fn ended(role: Role, ending: Ending, error: String, total_ms: f64) -> Outcome {
-    let report = Report {
-        version: 1,
-        role,
-        result: ending,
-        error: Some(error.clone()),
-        total_ms,
-        setup_ms: 0.0,
-        hint_ms: 0.0,
-        precopy_ms: 0.0,
-        downtime_ms: 0.0,
-        verify_ms: 0.0,
-        guest_stall_ms: 0.0,
-        ram_bytes: 0,
-        wire_bytes: 0,
-        payload_bytes: 0,
-        throughput_bytes_per_s: 0.0,
-        streams: 0,
-        pages: PagesReport::default(),
-        balloon: BalloonReport::default(),
-        rounds: Vec::new(),
-        verified: None,
-        peak_rss_bytes: peak_rss_bytes(),
-    };
+    let mut report = Report::nothing_sent(role, ending, Some(error.clone()), total_ms);
+    report.peak_rss_bytes = peak_rss_bytes();
     Outcome {
         ending,
         error: Some(error),

@@ -34,7 +34,10 @@ pub(crate) async fn run(guest: Guest, to: Address, options: SendOptions, watch: 
             Ok(control) => control,
             Err((ending, error)) => {
                 tracing::info!(%ending, error, "nothing was sent");
-                let outcome = report::ended(Role::Source, ending, error, started.elapsed().as_secs_f64() * 1000.0);
+                let mut outcome = report::ended(Role::Source, ending, error, started.elapsed().as_secs_f64() * 1000.0);
+                outcome.report.ram_bytes = guest.ram.layout().total_bytes();
+                outcome.report.streams = options.source.streams;
+                outcome.report.balloon.dialect = guest.free_pages.dialect().to_owned();
                 return Finished {
                     outcome,
                     guest: Some(guest),
