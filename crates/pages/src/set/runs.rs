@@ -37,12 +37,11 @@ impl PageSet {
     /// The first page of a region, at or after its page `from`, that is in the set (`set`) or is not; the latter may be
     /// the one behind the region's last, whose bit is clear.
     fn find(&self, region: usize, from: u64, set: bool) -> Option<u64> {
-        let blocks = &self.blocks[self.layout.first_block(region)..self.layout.first_block(region + 1)];
+        let skipped = from / BLOCK_PAGES;
+        let blocks = self.layout.first_block(region)..self.layout.first_block(region + 1);
+        let blocks = self.blocks[blocks].get(super::as_index(skipped)..)?;
         let mut at = from;
-        for (i, block) in (0..)
-            .zip(blocks)
-            .skip(usize::try_from(from / BLOCK_PAGES).unwrap_or(usize::MAX))
-        {
+        for (i, block) in (skipped..).zip(blocks) {
             let base = i * BLOCK_PAGES;
             if let Some(found) = block.find(at.max(base) - base, set) {
                 return Some(base + found);
