@@ -97,8 +97,8 @@ impl Report {
 /// `total`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct PagesReport {
-    /// All of guest RAM; 0 in the report of a migration that ended before any page was told, where no page has a fate:
-    /// then [`Report::ram_bytes`] alone tells the size.
+    /// All pages that have a fate. All of guest RAM, but for a migration that ended within round 0 or before: then only
+    /// [`Report::ram_bytes`] tells the size.
     pub total: u64,
     /// Crossed with content.
     pub sent: u64,
@@ -119,11 +119,12 @@ pub struct PagesReport {
 }
 
 impl PagesReport {
-    /// The counts as reported: of nothing at all where no page was told.
+    /// The counts as reported: of the pages that the receiver was told of. That they are all of RAM is checked before the
+    /// hand-over.
     pub(crate) fn told(self) -> Self {
-        match self.fates() {
-            0 => PagesReport::default(),
-            _ => self,
+        PagesReport {
+            total: self.fates(),
+            ..self
         }
     }
 

@@ -112,6 +112,11 @@ impl Pair {
         if source.report.balloon.why.is_empty() {
             return Some("no reason why the guest was asked or not".to_owned());
         }
+        for report in [&source.report, &destination.report] {
+            if !report.pages.adds_up() {
+                return Some(format!("fates that do not add up: {:?}", report.pages));
+            }
+        }
         let arrived = destination.ending == Ending::Completed;
         match source.ending {
             Ending::Completed if !arrived && !self.setup.source.dry_run => {
@@ -134,7 +139,8 @@ impl Pair {
             &self.source_end.as_ref()?.report,
             &self.destination_end.as_ref()?.report,
         );
-        if !source.pages.adds_up() || source.pages != destination.pages {
+        let all = self.setup.guest.layout.total_pages();
+        if source.pages.total != all || source.pages != destination.pages {
             return Some(format!(
                 "unlike accounts: {:?} and {:?}",
                 source.pages, destination.pages
