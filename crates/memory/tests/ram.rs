@@ -9,7 +9,7 @@ use machine::{GuestRam, PageKind};
 use memory::{Backing, Error, GuestMemory, Presence};
 use pages::{Layout, PageRange, PageSet, Pfn};
 use std::fs::OpenOptions;
-use std::io::{Read, Write};
+use std::io::Read;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::UnixStream;
@@ -462,100 +462,6 @@ fn hugetlb_tracking(memory: Arc<GuestMemory>) {
     memory.discard(r(0, 512)).unwrap();
     assert_eq!(tracker.harvest().unwrap().runs().collect::<Vec<_>>(), [r(0, 512)]);
     assert!(tracker.harvest().unwrap().is_empty());
-}
-
-#[test]
-fn a_file_cut_short_is_an_error_and_no_signal() {
-    for kind in [Kind::Tmpfs, Kind::Disk] {
-        let Ram { memory, place } = ram(kind, &odd()).unwrap();
-        for range in [r(0, 1027), r(5000, 1541)] {
-            memory.fill(range, 1).unwrap();
-        }
-        OpenOptions::new()
-            .write(true)
-            .open(place.ram_file())
-            .unwrap()
-            .set_len(4096 * 100)
-            .unwrap();
-        let range = r(90, 20);
-        let (near, mut far) = UnixStream::pair().unwrap();
-        far.write_all(&[1; 65536]).unwrap();
-        let mut page = [0; 4096];
-        let texts = [
-            memory.classify(range, &mut |_, _| {}).unwrap_err().to_string(),
-            memory.digest(range).unwrap_err().to_string(),
-            memory.read_page(Pfn(100), &mut page).unwrap_err().to_string(),
-            memory.write(100 * 4096, &[1]).unwrap_err().to_string(),
-            memory.fill(range, 2).unwrap_err().to_string(),
-            memory.zero(range).unwrap_err().to_string(),
-            memory.populate(range).unwrap_err().to_string(),
-            memory.present().unwrap_err().to_string(),
-            memory.write_to(near.as_fd(), &[], &[range], 0).unwrap_err().to_string(),
-            memory.read_from(near.as_fd(), &[range], 0).unwrap_err().to_string(),
-        ];
-        for text in texts {
-            assert!(text.contains("shrank to 409600 bytes"), "{kind:?}: {text}");
-        }
-        // What is left is still readable.
-        assert_ne!(memory.digest(r(0, 100)).unwrap(), 0);
-    }
-}
-
-#[test]
-fn files_that_will_not_do_are_refused_by_name() {
-    let layout = odd();
-    let dir = tempfile::TempDir::new().unwrap();
-    let path = dir.path().join("ram");
-    let new = |backing: &Backing| GuestMemory::new(Arc::clone(&layout), backing).map(drop);
-
-    let gone = new(&Backing::read_file(&path)).unwrap_err().to_string();
-    assert!(gone.contains("ram") && gone.contains("No such file"), "{gone}");
-    assert!(matches!(
-        new(&Backing::create_file(dir.path())),
-        Err(Error::NotRegular(_))
-    ));
-    assert!(matches!(
-        new(&Backing::read_file("/dev/zero")),
-        Err(Error::NotRegular(_))
-    ));
-
-    for wrong in [0, 4096 * 2567, 4096 * 2569] {
-        std::fs::write(&path, vec![0; wrong]).unwrap();
-        let Err(Error::FileLength { expected, got, .. }) = new(&Backing::open_file(&path)) else {
-            panic!("{wrong} bytes were taken");
-        };
-        assert_eq!((expected, got), (4096 * 2568, wrong as u64));
-    }
-
-    let (huge, kept) = (Arc::new(Layout::flat(1 << 32).unwrap()), dir.path().join("huge"));
-    std::fs::write(&kept, "what it had").unwrap();
-    let full = GuestMemory::new(huge, &Backing::create_file(&kept));
-    assert!(matches!(full, Err(Error::NoSpace { .. })), "{full:?}");
-    assert_eq!(std::fs::read(&kept).unwrap(), b"what it had");
-}
-
-#[test]
-fn a_file_in_use_is_left_alone() {
-    let layout = odd();
-    let Ram { memory, place } = ram(Kind::Tmpfs, &layout).unwrap();
-    memory.write(0, &[1]).unwrap();
-    for backing in [
-        Backing::create_file(place.ram_file()),
-        Backing::open_file(place.ram_file()),
-        Backing::read_file(place.ram_file()),
-    ] {
-        let error = GuestMemory::new(Arc::clone(&layout), &backing).unwrap_err();
-        assert!(matches!(error, Error::InUse(_)), "{error}");
-        assert!(error.to_string().contains("in use by another process"));
-    }
-    let mut byte = [0];
-    memory.read(0, &mut byte).unwrap();
-    assert_eq!(byte, [1], "a receiver that is refused must not have emptied the file");
-    drop(memory);
-    let source = GuestMemory::new(Arc::clone(&layout), &Backing::read_file(place.ram_file())).unwrap();
-    assert!(GuestMemory::new(Arc::clone(&layout), &Backing::open_file(place.ram_file())).is_err());
-    drop(source);
-    GuestMemory::new(layout, &Backing::open_file(place.ram_file())).unwrap();
 }
 
 #[test]
