@@ -15,6 +15,7 @@
 mod atomic_pages;
 mod backing;
 mod content;
+mod device_memory;
 mod error;
 pub mod free_map;
 mod guest_ram;
@@ -28,6 +29,7 @@ pub mod trackers;
 mod zero_scan;
 
 pub use backing::{Backing, FileMode};
+pub use device_memory::{DeviceMemory, VmMemory};
 pub use error::{Error, Result};
 pub use free_map::FreeMap;
 pub use populate::available_bytes;

@@ -1,0 +1,1 @@
+//! From files to a guest that can be started.

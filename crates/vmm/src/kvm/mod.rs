@@ -1,0 +1,1 @@
+//! The VM, and what of it lives in the kernel.

@@ -1,0 +1,1 @@
+//! vCPUs and their threads.
