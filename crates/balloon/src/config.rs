@@ -1,6 +1,7 @@
 //! What a balloon is configured with, and its configuration space (virtio 1.3, sections 5.5.3 and 5.5.4).
 
 use crate::{Dialect, Error, Result};
+use machine::BalloonConfig;
 
 /// Feature bits. Bits 3 and 4 mean one thing in the `standard` dialect and another in the `bitmap` ones.
 pub mod feature {
@@ -34,6 +35,29 @@ pub struct Config {
 }
 
 impl Config {
+    /// What a migration compares of a machine's balloon; `None`: it has none.
+    pub fn describe(config: Option<&Config>) -> BalloonConfig {
+        BalloonConfig {
+            dialect: config.map_or("off".to_owned(), |config| config.dialect.to_string()),
+            features: config.map_or(0, |config| config.features),
+        }
+    }
+
+    /// The balloon that a machine's description asks for. It comes from a peer; [`crate::Balloon::new`] checks what can be
+    /// served.
+    ///
+    /// # Errors
+    /// A dialect that nobody knows.
+    pub fn from_description(description: &BalloonConfig) -> Result<Option<Config>> {
+        match description.dialect.as_str() {
+            "off" => Ok(None),
+            name => Ok(Some(Config {
+                dialect: name.parse()?,
+                features: description.features,
+            })),
+        }
+    }
+
     /// Refuses a dialect that is not served and bits that it does not have.
     pub(crate) fn check(&self) -> Result<()> {
         let possible = self.dialect.offerable().ok_or(Error::UnservedDialect(self.dialect))?;

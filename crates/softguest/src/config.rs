@@ -3,7 +3,7 @@
 
 use crate::{Error, Result};
 use balloon::{Dialect, feature};
-use machine::{BalloonConfig, MachineConfig};
+use machine::MachineConfig;
 use pages::Layout;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -194,10 +194,7 @@ impl GuestConfig {
             kind: "soft".to_owned(),
             layout: (*self.layout).clone(),
             vcpus: self.vcpus,
-            balloon: BalloonConfig {
-                dialect: self.balloon.map_or("off".to_owned(), |b| b.dialect.to_string()),
-                features: self.balloon.map_or(0, |b| b.features),
-            },
+            balloon: balloon::Config::describe(self.balloon.as_ref()),
             extra,
         }
     }
@@ -221,13 +218,7 @@ impl GuestConfig {
         };
         let init = field("init_on_alloc")?;
         let poison = field("poison")?;
-        let balloon = match machine.balloon.dialect.as_str() {
-            "off" => None,
-            name => Some(balloon::Config {
-                dialect: name.parse()?,
-                features: machine.balloon.features,
-            }),
-        };
+        let balloon = balloon::Config::from_description(&machine.balloon)?;
         let config = GuestConfig {
             used_bytes: 0,
             workload: field("workload")?.parse()?,
