@@ -5,17 +5,15 @@ deadline, when the guest says that it failed, or when the emulator is gone; each
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import selectors
-import signal
-import socket
-import subprocess
 import time
 
 import frames
-from common import CaptureError, progress
+from common import CaptureError
+from emulated import process
+from emulated.basics import progress
 
 _SAID = "capture: "
 _FAILED = "capture: failed: "
@@ -23,22 +21,6 @@ _CONSOLE_TAIL_LINES = 25
 _POLL_S = 0.2
 _START_LIMIT_S = 60
 _QMP_LIMIT_S = 60
-_PR_SET_PDEATHSIG = 1
-
-
-def _connect(path, deadline, alive):
-    """Connects to a socket that the emulator is about to open."""
-    while True:
-        link = socket.socket(socket.AF_UNIX)
-        try:
-            link.connect(str(path))
-            return link
-        except OSError as error:
-            link.close()
-            alive()
-            if time.monotonic() > deadline:
-                raise CaptureError(f"connecting to the emulator at {path}: {error}") from error
-            time.sleep(0.05)
 
 
 class _Qmp:
@@ -102,36 +84,16 @@ class Emulator:
             command += ["-chardev", f"socket,id=frames,path={work}/frames,server=on,wait=off"]
             command += ["-serial", "chardev:frames"]
             command += ["-qmp", f"unix:{work}/qmp,server=on,wait=off", "-S"]
-            self._process = self._start(command)
-            self._closing.callback(self._end)
+            self._process = process.start(command, self._said_path)
+            self._closing.callback(process.end, self._process)
             start_deadline = time.monotonic() + _START_LIMIT_S
-            self._qmp = _Qmp(_connect(work / "qmp", start_deadline, self._check_alive))
+            self._qmp = _Qmp(process.connect(work / "qmp", start_deadline, self._check_alive))
             self._closing.callback(self._qmp.close)
-            self._frames = _connect(work / "frames", start_deadline, self._check_alive)
+            self._frames = process.connect(work / "frames", start_deadline, self._check_alive)
             self._closing.callback(self._frames.close)
             # The emulator has it open and so have we: without a name it goes when both are gone, even after SIGKILL.
             ram_path.unlink()
             undo.pop_all()
-
-    def _start(self, command):
-        prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-        def die_with_parent():
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-        with open(self._said_path, "wb") as said:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches us alone, and we end it
-                preexec_fn=die_with_parent,
-            )
-
-    def _end(self):
-        self._process.kill()
-        self._process.wait()
 
     def __enter__(self):
         return self
@@ -147,8 +109,7 @@ class Emulator:
 
     def tail(self):
         """The end of what emulator and guest have said, for an error message."""
-        lines = self._said_path.read_text(errors="replace").splitlines() + self._console().splitlines()
-        return "\n".join("    " + line for line in lines[-_CONSOLE_TAIL_LINES:])
+        return process.tail((self._said_path, self._console_path), _CONSOLE_TAIL_LINES)
 
     def _check_alive(self):
         code = self._process.poll()

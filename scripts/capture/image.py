@@ -8,7 +8,8 @@ import errno
 import json
 import os
 
-from common import PAGE_BYTES, CaptureError
+from common import CaptureError
+from emulated.basics import PAGE_BYTES
 
 RAM = "ram.img"
 FREE = "free.map"

@@ -6,7 +6,8 @@
 import re
 from dataclasses import dataclass
 
-from common import CaptureError, MIB, PAGE_BYTES
+from common import CaptureError
+from emulated.basics import MIB, PAGE_BYTES
 
 _RAM_LINE = re.compile(r"^ *([0-9a-f]{16})-[0-9a-f]{16} \(prio -?\d+, (?:ram|rom)\): ram0(?: @([0-9a-f]+))?$", re.M)
 _SYSTEM_RAM = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) : System RAM$", re.M)

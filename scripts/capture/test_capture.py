@@ -9,11 +9,13 @@ import zlib
 from pathlib import Path
 
 sys.dont_write_bytecode = True
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "lib"))
 
 import frames
 import image
 import layout
-from common import GIB, MIB, PAGE_BYTES, CaptureError, parse_size
+from common import CaptureError
+from emulated.basics import GIB, MIB, PAGE_BYTES, parse_size
 
 MTREE = """\
 FlatView #0\r

@@ -7,35 +7,18 @@ is there is whole, so a later run needs no network.
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
-from common import CaptureError, progress
+from .basics import ScriptError, progress, run
 
 EMULATOR = "qemu-system-x86_64"
-_COMMAND_LIMIT_S = 900
 
 
 def cache_dir():
-    """Where packages are kept."""
+    """Where packages are kept: one place for the capture and the rig, which use the same ones."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "pageferry" / "capture"
-
-
-def run(what, command, **options):
-    """Runs a command to its end, bounded, and returns its standard output. Raises CaptureError with what it said."""
-    options = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": _COMMAND_LIMIT_S, **options}
-    try:
-        done = subprocess.run(command, text=True, check=False, **options)
-    except FileNotFoundError as error:
-        raise CaptureError(f"{what}: {command[0]} is not on this machine; install it") from error
-    except subprocess.TimeoutExpired as error:
-        raise CaptureError(f"{what}: {command[0]} took more than {options['timeout']} s") from error
-    if done.returncode != 0:
-        tail = "\n".join((done.stdout + done.stderr).splitlines()[-8:])
-        raise CaptureError(f"{what}: {' '.join(map(str, command))} ended with {done.returncode}:\n{tail}")
-    return done.stdout
 
 
 def update_lists():
@@ -51,7 +34,7 @@ def ensure_emulator():
     if found:
         return found
     if os.geteuid() != 0:
-        raise CaptureError(f"{EMULATOR} is not here and installing it takes root: apt-get install qemu-system-x86")
+        raise ScriptError(f"{EMULATOR} is not here and installing it takes root: apt-get install qemu-system-x86")
     update_lists()
     progress("installing qemu-system-x86")
     run(
@@ -61,7 +44,7 @@ def ensure_emulator():
     )
     found = shutil.which(EMULATOR)
     if not found:
-        raise CaptureError(f"qemu-system-x86 is installed, yet {EMULATOR} is not on the PATH")
+        raise ScriptError(f"qemu-system-x86 is installed, yet {EMULATOR} is not on the PATH")
     return found
 
 
@@ -79,7 +62,7 @@ def _fetch(package):
         run(f"downloading {package}", ["apt-get", "download", package], cwd=work)
         archives = list(Path(work).glob("*.deb"))
         if len(archives) != 1:
-            raise CaptureError(f"downloading {package}: {len(archives)} archives came in place of one")
+            raise ScriptError(f"downloading {package}: {len(archives)} archives came in place of one")
         tree = Path(work) / "tree"
         run(f"unpacking {package}", ["dpkg", "-x", str(archives[0]), str(tree)])
         # apt writes the colon of an epoch as %3a.
@@ -94,7 +77,7 @@ def _kernel_package():
     said = run("looking up Debian's cloud kernel", ["apt-cache", "depends", "linux-image-cloud-amd64"])
     match = re.search(r"Depends: (linux-image-\S+-cloud-amd64)", said)
     if not match:
-        raise CaptureError("looking up Debian's cloud kernel: apt knows no linux-image-cloud-amd64; run apt-get update")
+        raise ScriptError("looking up Debian's cloud kernel: apt knows no linux-image-cloud-amd64; run apt-get update")
     return match[1]
 
 
@@ -109,7 +92,7 @@ def kernel_and_busybox(refresh):
         kernel = _newest("linux-image-*/boot/vmlinuz-*")
         busybox = _newest("busybox-static_*/bin/busybox") or _newest("busybox-static_*/usr/bin/busybox")
     if not kernel:
-        raise CaptureError(f"no vmlinuz in the kernel package under {cache_dir()}; try --refresh")
+        raise ScriptError(f"no vmlinuz in the kernel package under {cache_dir()}; try --refresh")
     if not busybox:
-        raise CaptureError(f"no busybox in the busybox-static package under {cache_dir()}; try --refresh")
+        raise ScriptError(f"no busybox in the busybox-static package under {cache_dir()}; try --refresh")
     return kernel, busybox
