@@ -1,11 +1,12 @@
 //! Guest memory as devices take it: a [`GuestAddressSpace`] whose writes every attached tracker hears of.
 
 use crate::ram::GuestMemory;
+use crate::write_log::WriteMarks;
 use std::sync::Arc;
 use vm_memory::{GuestAddressSpace, GuestMemoryMmap};
 
-/// Guest memory in rust-vmm's terms.
-pub type VmMemory = GuestMemoryMmap;
+/// Guest memory in rust-vmm's terms. Every write through it is noted by the trackers that would not see it otherwise.
+pub type VmMemory = GuestMemoryMmap<WriteMarks>;
 
 /// Guest memory for a device, together with the owner of its mapping. Cheap to clone.
 #[derive(Clone, Debug)]

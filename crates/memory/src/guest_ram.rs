@@ -86,7 +86,11 @@ impl GuestRam for GuestMemory {
         if vectors.is_empty() {
             return Ok(0);
         }
-        vectors.read_from(from).map_err(|e| self.moving_error(e, ranges))
+        let result = vectors.read_from(from);
+        // What of it was written before an error is not known: all of it counts.
+        let bytes = result.as_ref().map_or(u64::MAX, |bytes| *bytes as u64);
+        self.wrote_bytes(ranges, skip as u64, bytes);
+        result.map_err(|e| self.moving_error(e, ranges))
     }
 
     fn zero(&self, range: PageRange) -> machine::Result<()> {
@@ -180,6 +184,20 @@ impl GuestMemory {
         Ok(())
     }
 
+    /// Notes that of the bytes of `ranges`, one after the other, `bytes` after the first `skip` were written.
+    fn wrote_bytes(&self, ranges: &[PageRange], skip: u64, bytes: u64) {
+        let (mut at, end) = (0u64, skip.saturating_add(bytes));
+        for range in ranges {
+            let (from, to) = (skip.max(at), end.min(at.saturating_add(range.bytes())));
+            if from < to {
+                let first = Pfn(range.start().0 + (from - at) / PAGE_BYTES);
+                let past = Pfn(range.start().0 + (to - at).div_ceil(PAGE_BYTES));
+                self.wrote(PageRange::between(first, past));
+            }
+            at = at.saturating_add(range.bytes());
+        }
+    }
+
     /// EFAULT means that the file has lost these pages since their length was checked; the rest is the peer's.
     fn moving_error(&self, error: io::Error, ranges: &[PageRange]) -> io::Error {
         match (&self.storage.file, ranges.first()) {
@@ -211,6 +229,7 @@ impl GuestMemory {
         if !self.storage.named {
             // SAFETY: place checked that `range` is guest RAM; the caller that it can be written; no file can shrink.
             unsafe { iov::clear(place.addr, size(range.bytes())) };
+            self.wrote(range);
             return Ok(());
         }
         let zeroes = [0u8; 4096];

@@ -10,7 +10,8 @@
 //! - no reference to guest memory exists: it is reached by system calls that take addresses and by volatile copies;
 //! - *RAM order is file order*: the regions of the layout lie in a RAM file one after the other, holes left out;
 //! - memory that is absent (never touched, or discarded) reads as zero, and neither finding that out nor sending it allocates it;
-//! - whatever changes content behind the writers' backs (a discard) is told to every tracker, after it has happened.
+//! - whatever changes guest memory is told to every tracker that would not see it (the VMM's own writes, discards), after it
+//!   has happened.
 
 mod atomic_pages;
 mod backing;
@@ -26,6 +27,7 @@ mod ram;
 mod sending;
 mod sys;
 pub mod trackers;
+mod write_log;
 mod zero_scan;
 
 pub use backing::{Backing, FileMode};
@@ -35,3 +37,4 @@ pub use free_map::FreeMap;
 pub use populate::available_bytes;
 pub use presence::Presence;
 pub use ram::GuestMemory;
+pub use write_log::{MarksFrom, WriteMarks};

@@ -1,18 +1,20 @@
 //! Guest RAM, mapped.
 
-use crate::atomic_pages::AtomicPages;
 use crate::backing::{Backing, Storage};
+use crate::device_memory::VmMemory;
 use crate::error::{Error, Result};
 use crate::sys::map::{self, Mapping, Source};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::{iov, pagemap, size};
+use crate::write_log::{WriteLog, WriteLogs, WriteMarks};
 use pages::{Layout, PAGE_BYTES, PageRange, Pfn};
 use std::fmt;
 use std::fs::File;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, Weak};
-use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
+use vm_memory::mmap::MmapRegionBuilder;
+use vm_memory::{GuestAddress, GuestRegionMmap, MmapRegion};
 
 /// Where transparent huge pages and KVM's large mappings start.
 const HUGE_BYTES: u64 = 2 << 20;
@@ -28,11 +30,11 @@ pub struct GuestMemory {
     pub(crate) pagemap: Option<Pagemap>,
     regions: Vec<RegionMap>,
     /// `None` only while dropping.
-    vm: Option<Arc<GuestMemoryMmap>>,
+    vm: Option<Arc<VmMemory>>,
     /// All of it was populated, and nothing was given back since.
     pub(crate) populated: AtomicBool,
-    /// The trackers' logs of discards.
-    discards: RwLock<Vec<Weak<AtomicPages>>>,
+    /// The trackers' logs of writes that they would not see.
+    logs: Arc<WriteLogs>,
 }
 
 /// The mapping of one region.
@@ -43,7 +45,7 @@ struct RegionMap {
     offset: u64,
     /// Both `None` only while dropping.
     mapping: Option<Mapping>,
-    vm: Option<Arc<MmapRegion>>,
+    vm: Option<Arc<MmapRegion<WriteMarks>>>,
 }
 
 /// Where a range lies, in our address space and in the file.
@@ -60,11 +62,12 @@ impl GuestMemory {
     /// Whatever [`Error`] says of files: in use, too short, not a file, no space; and what the kernel refuses to map.
     pub fn new(layout: Arc<Layout>, backing: &Backing) -> Result<GuestMemory> {
         let storage = Storage::open(backing, &layout)?;
+        let logs = Arc::new(WriteLogs::default());
         let mut regions = Vec::new();
         let mut vm_regions = Vec::new();
         let mut offset = 0;
         for range in layout.regions() {
-            let region = RegionMap::new(*range, offset, &storage)?;
+            let region = RegionMap::new(*range, offset, &storage, &logs)?;
             let vm = region.vm.clone().and_then(|mmap| {
                 let address = range.start().address()?;
                 GuestRegionMmap::with_arc(mmap, GuestAddress(address)).map(Arc::new)
@@ -73,7 +76,7 @@ impl GuestMemory {
             regions.push(region);
             offset += range.bytes();
         }
-        let vm = GuestMemoryMmap::from_arc_regions(vm_regions)
+        let vm = VmMemory::from_arc_regions(vm_regions)
             .map_err(|e| Error::sys("putting RAM regions together", io::Error::other(e)))?;
         let pagemap = Pagemap::open()
             .inspect_err(|e| tracing::warn!(error = %e, "no /proc/self/pagemap: holes are found by slower ways"))
@@ -85,7 +88,7 @@ impl GuestMemory {
             regions,
             vm: Some(Arc::new(vm)),
             populated: AtomicBool::new(false),
-            discards: RwLock::new(Vec::new()),
+            logs,
         })
     }
 
@@ -94,7 +97,7 @@ impl GuestMemory {
     ///
     /// # Panics
     /// Never: the map is there until `drop`.
-    pub fn vm_memory(&self) -> Arc<GuestMemoryMmap> {
+    pub fn vm_memory(&self) -> Arc<VmMemory> {
         #[expect(clippy::expect_used, reason = "None only inside drop")]
         Arc::clone(self.vm.as_ref().expect("mapped until dropped"))
     }
@@ -128,7 +131,7 @@ impl GuestMemory {
             Some(file) => map::punch_hole(file, place.offset, whole.bytes()),
         }
         .map_err(|e| Error::sys(format!("giving pages {whole} back to the host"), e))?;
-        self.log_discard(whole);
+        self.logs.discarded(whole);
         Ok(())
     }
 
@@ -151,9 +154,9 @@ impl GuestMemory {
         self.copy_in(place, range, from)
     }
 
-    /// Copies into guest RAM; the caller checked the place.
+    /// Copies into guest RAM, and notes that `range` was written; the caller checked the place.
     pub(crate) fn copy_in(&self, place: Place, range: PageRange, from: &[u8]) -> Result<()> {
-        match &self.storage.file {
+        let result = match &self.storage.file {
             Some(file) if self.storage.named => {
                 // Not pwrite: trackers watch the mapping, not the file.
                 iov::copy_in_checked(place.addr, from).map_err(|e| self.read_error(file, range, e))
@@ -163,7 +166,10 @@ impl GuestMemory {
                 unsafe { iov::copy_in(place.addr, from) };
                 Ok(())
             }
-        }
+        };
+        // Part of it may be written where it failed.
+        self.wrote(range);
+        result
     }
 
     /// Where `range` lies; it must be within one region.
@@ -224,19 +230,14 @@ impl GuestMemory {
         }
     }
 
-    /// Attaches a log that is told of every discard from now on, for as long as it lives.
-    pub(crate) fn attach_discard_log(&self, log: &Arc<AtomicPages>) {
-        let mut logs = self.discards.write().unwrap_or_else(PoisonError::into_inner);
-        logs.retain(|old| old.strong_count() > 0);
-        logs.push(Arc::downgrade(log));
+    /// A new log of what the page tables of vCPUs, or ours, do not show.
+    pub(crate) fn write_log(&self) -> WriteLog {
+        WriteLog::attach(&self.logs, &self.layout)
     }
 
-    /// Tells the trackers that `range` reads otherwise now. After the fact: a harvest in between must not clear it.
-    pub(crate) fn log_discard(&self, range: PageRange) {
-        let logs = self.discards.read().unwrap_or_else(PoisonError::into_inner);
-        for log in logs.iter().filter_map(Weak::upgrade) {
-            log.insert(range);
-        }
+    /// Notes that `range` was written through our mapping, after it was.
+    pub(crate) fn wrote(&self, range: PageRange) {
+        self.logs.wrote(range);
     }
 }
 
@@ -248,7 +249,7 @@ pub(crate) fn length_of(file: &File) -> Result<u64> {
 }
 
 impl RegionMap {
-    fn new(range: PageRange, offset: u64, storage: &Storage) -> Result<RegionMap> {
+    fn new(range: PageRange, offset: u64, storage: &Storage, logs: &Arc<WriteLogs>) -> Result<RegionMap> {
         let bytes = range.bytes();
         let doing = || format!("mapping {bytes} bytes of guest RAM at pages {range}");
         let source = match &storage.file {
@@ -278,10 +279,12 @@ impl RegionMap {
             libc::MAP_PRIVATE | libc::MAP_ANONYMOUS
         };
         let at = std::ptr::with_exposed_provenance_mut(addr);
+        let builder = MmapRegionBuilder::new_with_bitmap(size(bytes), WriteMarks::new(logs, range))
+            .with_mmap_prot(libc::PROT_READ | write)
+            .with_mmap_flags(flags | libc::MAP_NORESERVE);
         // SAFETY: the mapping just made; it stays until no one holds the MmapRegion any more (see drop).
-        let vm =
-            unsafe { MmapRegion::build_raw(at, size(bytes), libc::PROT_READ | write, flags | libc::MAP_NORESERVE) }
-                .map_err(|e| Error::sys(doing(), io::Error::other(e)))?;
+        let builder = unsafe { builder.with_raw_mmap_pointer(at) };
+        let vm = builder.build().map_err(|e| Error::sys(doing(), io::Error::other(e)))?;
         Ok(RegionMap {
             range,
             addr,

@@ -2,22 +2,22 @@
 //! mapping. Invariant: no reference to guest memory ever exists here.
 
 use crate::{Error, Result};
-use memory::GuestMemory;
+use memory::{GuestMemory, VmMemory};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryMmap};
+use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
 
 /// Guest RAM together with the owner of its mapping; what the balloon device gets too.
 #[derive(Clone, Debug)]
 pub struct Ram {
     // Dropped in this order: the owner unmaps only what no one else holds.
-    map: Arc<GuestMemoryMmap>,
+    map: Arc<VmMemory>,
     owner: Arc<GuestMemory>,
 }
 
 impl GuestAddressSpace for Ram {
-    type M = GuestMemoryMmap;
-    type T = Arc<GuestMemoryMmap>;
+    type M = VmMemory;
+    type T = Arc<VmMemory>;
 
     fn memory(&self) -> Self::T {
         Arc::clone(&self.map)

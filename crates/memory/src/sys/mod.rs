@@ -1,5 +1,6 @@
 //! The system calls of this crate, each wrapped once.
 
+pub(crate) mod barrier;
 pub(crate) mod iov;
 pub(crate) mod map;
 pub(crate) mod pagemap;

@@ -14,12 +14,12 @@
 //! **Huge pages.** A protected huge page is split by its first write, and only the 4 KiB page of that write is written.
 //! A huge page that a write populates is written as a whole.
 
-use crate::atomic_pages::AtomicPages;
 use crate::error::{Error, Result};
 use crate::populate::mem_field;
 use crate::ram::GuestMemory;
 use crate::sys::pagemap::{PFNZERO, PRESENT, Pagemap, SWAPPED, WRITTEN, Wanted};
 use crate::sys::uffd::Uffd;
+use crate::write_log::WriteLog;
 use machine::DirtyTracker;
 use pages::{PageRange, PageSet};
 use std::sync::Arc;
@@ -39,7 +39,7 @@ pub struct UffdTracker {
     memory: Arc<GuestMemory>,
     unpopulated: Unpopulated,
     /// What the page table does not tell: discards, and pages given back.
-    log: Arc<AtomicPages>,
+    log: WriteLog,
     /// `Some` while tracking is on.
     uffd: Option<Uffd>,
 }
@@ -62,12 +62,10 @@ impl UffdTracker {
         }
         // Opened once to find out now, rather than when the migration starts, whether it can be.
         open_uffd()?;
-        let log = Arc::new(AtomicPages::new(memory.layout()));
-        memory.attach_discard_log(&log);
         Ok(UffdTracker {
             memory: Arc::clone(memory),
             unpopulated,
-            log,
+            log: memory.write_log(),
             uffd: None,
         })
     }
@@ -137,14 +135,14 @@ impl UffdTracker {
 
     fn put_back(&self, pages: &PageSet) {
         for run in pages.runs() {
-            self.log.insert(run);
+            self.log.pages().insert(run);
         }
     }
 }
 
 impl DirtyTracker for UffdTracker {
     fn start(&mut self) -> machine::Result<()> {
-        self.log.clear();
+        self.log.pages().clear();
         if let Some(uffd) = &self.uffd {
             return Ok(self.arm(uffd)?);
         }
@@ -175,7 +173,7 @@ impl DirtyTracker for UffdTracker {
                 return Err(error.into());
             }
         }
-        self.log.take(&mut dirty);
+        self.log.pages().take(&mut dirty);
         Ok(dirty)
     }
 
@@ -193,7 +191,7 @@ impl DirtyTracker for UffdTracker {
         let mut dirty = PageSet::empty(&layout);
         for part in layout.clip(range) {
             self.scan(part, false, &mut dirty)?;
-            self.log.copy(part, &mut dirty);
+            self.log.pages().copy(part, &mut dirty);
         }
         Ok(Some(dirty.count()))
     }
@@ -201,7 +199,7 @@ impl DirtyTracker for UffdTracker {
     fn stop(&mut self) -> machine::Result<()> {
         // Closing it takes the protection off everything.
         self.uffd = None;
-        self.log.clear();
+        self.log.pages().clear();
         Ok(())
     }
 }
