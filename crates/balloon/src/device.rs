@@ -201,6 +201,12 @@ impl<M: GuestAddressSpace> Balloon<M> {
         Ok(())
     }
 
+    /// Where the driver put queue `index`, as the device has it; `None` for one that is not in use, or that was stopped.
+    pub fn queue_config(&self, index: usize) -> Option<QueueConfig> {
+        let slot = self.queues.get(index)?.as_ref()?;
+        slot.queue.as_ref().map(VirtQueue::config)
+    }
+
     /// Whether a driver is at work.
     pub fn is_active(&self) -> bool {
         self.active

@@ -32,7 +32,7 @@ mod counters;
 mod device;
 mod dialect;
 mod inflate;
-mod queue;
+pub mod queue;
 mod session;
 mod shared;
 mod state;
@@ -80,7 +80,7 @@ pub enum Error {
     #[error("{0} while the balloon device is active: reset it first")]
     Active(&'static str),
     /// A queue that the driver set up wrongly.
-    #[error("balloon queue {index} cannot be used: {why}")]
+    #[error("virtqueue {index} cannot be used: {why}")]
     QueueSetup {
         /// Number of the queue on the transport.
         index: usize,

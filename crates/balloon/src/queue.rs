@@ -7,6 +7,8 @@
 //!
 //! Kicks are never suppressed: every buffer that a driver adds comes with a kick of its own, so one pass over the ring a
 //! kick is enough and no pass is longer than the ring.
+//!
+//! Public because any device of a VMM can serve its queues this way; the balloon is only the first of them.
 
 use crate::{Error, QueueConfig, Result};
 use std::ops::Deref;
@@ -15,43 +17,51 @@ use vm_memory::{Bytes, GuestAddress, GuestMemory};
 
 /// One descriptor of a chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Segment {
+pub struct Segment {
     /// Guest-physical address.
-    pub(crate) address: u64,
+    pub address: u64,
     /// Bytes.
-    pub(crate) len: u32,
+    pub len: u32,
     /// Whether the device may write it; else it may read it.
-    pub(crate) writable: bool,
+    pub writable: bool,
 }
 
 /// A chain, its descriptors read once.
 #[derive(Debug, Default)]
-pub(crate) struct Chain {
-    pub(crate) head: u16,
-    pub(crate) segments: Vec<Segment>,
+pub struct Chain {
+    /// The number of its first descriptor, by which it is returned.
+    pub head: u16,
+    /// Its descriptors in order.
+    pub segments: Vec<Segment>,
 }
 
 impl Chain {
     /// Bytes of all descriptors that the device may read.
-    pub(crate) fn readable_bytes(&self) -> u64 {
+    pub fn readable_bytes(&self) -> u64 {
         self.readable().map(|s| u64::from(s.len)).sum()
     }
 
-    pub(crate) fn readable(&self) -> impl Iterator<Item = &Segment> {
+    /// The descriptors that the device may read, in order.
+    pub fn readable(&self) -> impl Iterator<Item = &Segment> {
         self.segments.iter().filter(|s| !s.writable)
     }
 
-    pub(crate) fn writable(&self) -> impl Iterator<Item = &Segment> {
+    /// The descriptors that the device may write, in order.
+    pub fn writable(&self) -> impl Iterator<Item = &Segment> {
         self.segments.iter().filter(|s| s.writable)
     }
 
-    pub(crate) fn has_writable(&self) -> bool {
+    /// Whether the device may write any of it.
+    pub fn has_writable(&self) -> bool {
         self.writable().next().is_some()
     }
 
     /// Reads the device-readable bytes from `skip` on, in order whatever the descriptor boundaries, `limit` at most, in
-    /// place of what `into` held. Fails where a byte to read is not in guest memory.
-    pub(crate) fn gather<M: GuestMemory>(
+    /// place of what `into` held.
+    ///
+    /// # Errors
+    /// A byte to read is not in guest memory.
+    pub fn gather<M: GuestMemory>(
         &self,
         mem: &M,
         skip: u64,
@@ -82,7 +92,7 @@ impl Chain {
 
 /// What becomes of a chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fate {
+pub enum Fate {
     /// It is returned, with this many bytes written.
     Used(u32),
     /// The device keeps it for now.
@@ -91,22 +101,28 @@ pub(crate) enum Fate {
 
 /// A queue that a driver set up.
 #[derive(Debug)]
-pub(crate) struct VirtQueue {
+pub struct VirtQueue {
     queue: Queue,
     chain: Chain,
 }
 
 /// Why a ring is broken.
-pub(crate) type Broken = virtio_queue::Error;
+pub type Broken = virtio_queue::Error;
 
 impl VirtQueue {
     /// Takes a queue as the driver told the transport, `index` for messages. Rings must lie in guest memory.
-    pub(crate) fn new<M: GuestMemory>(mem: &M, index: usize, max_size: u16, config: &QueueConfig) -> Result<Self> {
+    ///
+    /// # Errors
+    /// [`Error::QueueSetup`].
+    pub fn new<M: GuestMemory>(mem: &M, index: usize, max_size: u16, config: &QueueConfig) -> Result<Self> {
         VirtQueue::resume(mem, index, max_size, config, 0, 0)
     }
 
     /// The same, with the ring positions of a queue that was in use.
-    pub(crate) fn resume<M: GuestMemory>(
+    ///
+    /// # Errors
+    /// [`Error::QueueSetup`], also for positions that no queue of this size can have.
+    pub fn resume<M: GuestMemory>(
         mem: &M,
         index: usize,
         max_size: u16,
@@ -146,7 +162,7 @@ impl VirtQueue {
     }
 
     /// Where the driver put it.
-    pub(crate) fn config(&self) -> QueueConfig {
+    pub fn config(&self) -> QueueConfig {
         QueueConfig {
             size: self.queue.size(),
             desc: self.queue.desc_table(),
@@ -157,13 +173,16 @@ impl VirtQueue {
     }
 
     /// The next positions in the available and in the used ring.
-    pub(crate) fn positions(&self) -> (u16, u16) {
+    pub fn positions(&self) -> (u16, u16) {
         (self.queue.next_avail(), self.queue.next_used())
     }
 
     /// Calls `each` with every chain that is available, a ring's worth at most, and returns what it does not hold;
     /// `used` is called after each that was returned.
-    pub(crate) fn drain<M: Deref + Clone>(
+    ///
+    /// # Errors
+    /// The ring is broken: it must not be served again.
+    pub fn drain<M: Deref + Clone>(
         &mut self,
         mem: &M,
         mut each: impl FnMut(&M::Target, &mut Self, &Chain) -> std::result::Result<Fate, Broken>,
@@ -188,7 +207,10 @@ impl VirtQueue {
     }
 
     /// Returns the chain with head `head`, `len` bytes of it written.
-    pub(crate) fn complete<M: GuestMemory>(&mut self, mem: &M, head: u16, len: u32) -> std::result::Result<(), Broken> {
+    ///
+    /// # Errors
+    /// The ring is broken: it must not be served again.
+    pub fn complete<M: GuestMemory>(&mut self, mem: &M, head: u16, len: u32) -> std::result::Result<(), Broken> {
         self.queue.add_used(mem, head, len)
     }
 
