@@ -1,6 +1,6 @@
 //! What can go wrong with guest RAM.
 
-use pages::{LayoutError, PageRange};
+use pages::{BitmapError, LayoutError, PageRange};
 use std::io;
 use std::path::PathBuf;
 
@@ -102,6 +102,27 @@ pub enum Error {
     /// The kernel lacks what write tracking needs.
     #[error("this kernel cannot track writes: {0}")]
     NoTracking(String),
+    /// A dirty bitmap that is not of its memory slot.
+    #[error("the dirty log of memory slot {slot}: {source}")]
+    SlotBitmap {
+        /// The slot.
+        slot: u32,
+        /// Which length it has, and should have.
+        #[source]
+        source: BitmapError,
+    },
+    /// KVM named a page that its slot does not have.
+    #[error("the dirty ring of vCPU {vcpu} names page {offset} of memory slot {slot}, which has {pages}")]
+    RingEntry {
+        /// The vCPU.
+        vcpu: u32,
+        /// The slot.
+        slot: u32,
+        /// The page, counted from the slot's first.
+        offset: u64,
+        /// Pages of the slot.
+        pages: u64,
+    },
 }
 
 impl Error {

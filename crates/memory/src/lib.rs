@@ -1,8 +1,9 @@
 //! Guest RAM: backings, hole scan, dirty trackers, page I/O. The only crate that reaches guest memory by address.
 //!
 //! - [`GuestMemory`] is RAM mapped from a [`Backing`]; it implements [`machine::GuestRam`];
-//! - [`trackers`] are implementations of [`machine::DirtyTracker`]: by userfaultfd, by a bitmap that a VMM marks, and
-//!   for guests that do not run;
+//! - [`kvm`] gives that RAM to a VM;
+//! - [`trackers`] are implementations of [`machine::DirtyTracker`]: by KVM's logs, by userfaultfd, by a bitmap that a VMM
+//!   marks, and for guests that do not run;
 //! - [`free_map`] and [`layout_file`] read the two files that can come with a guest's RAM in a file.
 //!
 //! Invariants:
@@ -20,6 +21,7 @@ mod device_memory;
 mod error;
 pub mod free_map;
 mod guest_ram;
+pub mod kvm;
 pub mod layout_file;
 mod populate;
 mod presence;

@@ -2,6 +2,7 @@
 
 pub(crate) mod barrier;
 pub(crate) mod iov;
+pub(crate) mod kvm;
 pub(crate) mod map;
 pub(crate) mod pagemap;
 pub(crate) mod uffd;
