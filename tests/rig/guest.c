@@ -1,0 +1,372 @@
+/*
+ * What the rig watches in a guest: one static program, the guest's process 1 after its init script.
+ *
+ * It speaks by lines on the console, each written at once so that no two are mixed:
+ *
+ *   hb NUMBER MS             every 100 ms: a number that rises by one, and the monotonic clock
+ *   mem FREE AVAIL INFL DEFL every second: kB free and available, pages that the balloon has taken and given back
+ *   pattern PASS PAGES MS    the whole pattern was read and is right; it was begun at MS
+ *   busy ROUND MS            (busy) data was made, compressed, taken apart, compared and deleted, for the ROUNDth time
+ *   facts NAME VALUE         once each, before ready
+ *   rig: ready               the guest is as the scenario wants it: idle ones have come to rest
+ *   rig: failed: TEXT        something is wrong; the scenario fails
+ *
+ * The pattern: each 64-bit word of a page is computed from the page's number, its generation and the word's place, so a
+ * page that is lost, stale or in a wrong place is seen, and said with what was found. A window of pages moves over it
+ * and is rewritten with the next generation, so the guest is never fully still.
+ *
+ * The kernel's command line says what to do: rig.mode=idle|busy, rig.pattern=MIB, rig.fill=MIB (touched and given back
+ * before ready).
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <sched.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#define PAGE_BYTES 4096
+#define PAGE_WORDS (PAGE_BYTES / sizeof(uint64_t))
+#define MIB (1u << 20)
+#define BEAT_MS 100
+#define BEATS_A_MEM_LINE 10
+#define SLICE_MS 50		/* the pattern's process wakes this often ... */
+#define SLICES_A_PASS 40	/* ... and so often for one pass */
+#define WINDOW_PAGES 16		/* rewritten a slice */
+#define SETTLE_MAX_S 20
+#define SETTLE_KB 256
+
+static void say(const char *format, ...) __attribute__((format(printf, 1, 2)));
+static _Noreturn void fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/* One line by one write(), which the terminal takes as a whole. */
+static void say_v(const char *before, const char *format, va_list args)
+{
+	char line[512];
+	int used = snprintf(line, sizeof(line), "%s", before);
+	ssize_t written;
+
+	used += vsnprintf(line + used, sizeof(line) - (size_t)used - 1, format, args);
+	if (used > (int)sizeof(line) - 2)
+		used = (int)sizeof(line) - 2;
+	line[used++] = '\n';
+	do
+		written = write(STDOUT_FILENO, line, (size_t)used);
+	while (written < 0 && errno == EINTR);
+	if (written != used)
+		_exit(3); /* without a console nobody watches; the kernel says that process 1 is gone */
+}
+
+static void say(const char *format, ...)
+{
+	va_list args;
+
+	va_start(args, format);
+	say_v("", format, args);
+	va_end(args);
+}
+
+/* Says what failed, and stays: the console shows no more of this process, and the rig stops waiting. */
+static _Noreturn void fail(const char *format, ...)
+{
+	va_list args;
+
+	va_start(args, format);
+	say_v("rig: failed: ", format, args);
+	va_end(args);
+	for (;;)
+		pause();
+}
+
+static uint64_t now_ms(void)
+{
+	struct timespec now;
+
+	if (clock_gettime(CLOCK_MONOTONIC, &now) != 0)
+		fail("reading the clock: %s", strerror(errno));
+	return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
+}
+
+static void sleep_ms(unsigned int ms)
+{
+	struct timespec time = { ms / 1000, (long)(ms % 1000) * 1000000 };
+
+	while (nanosleep(&time, &time) != 0)
+		if (errno != EINTR)
+			fail("sleeping: %s", strerror(errno));
+}
+
+/* The start of a small file of /proc or /sys as a string; an empty one when it cannot be read. */
+static char *read_file(const char *path)
+{
+	static char text[16384];
+	int fd = open(path, O_RDONLY);
+	ssize_t got = fd < 0 ? 0 : read(fd, text, sizeof(text) - 1);
+
+	if (fd >= 0)
+		close(fd);
+	text[got > 0 ? got : 0] = '\0';
+	return text;
+}
+
+/* The number after `name` in a file of /proc; 0 when it is not there. */
+static unsigned long number_of(const char *path, const char *name)
+{
+	const char *found = strstr(read_file(path), name);
+
+	return found ? strtoul(found + strlen(name), NULL, 10) : 0;
+}
+
+static void go_to_cpu(int cpu)
+{
+	cpu_set_t set;
+
+	CPU_ZERO(&set);
+	CPU_SET(cpu, &set);
+	if (sched_setaffinity(0, sizeof(set), &set) != 0)
+		fail("going to CPU %d: %s", cpu, strerror(errno));
+}
+
+/* A process of its own for one duty, on one vCPU. */
+static void start(void (*duty)(void), int cpu)
+{
+	pid_t child = fork();
+
+	if (child < 0)
+		fail("starting a process: %s", strerror(errno));
+	if (child > 0)
+		return;
+	go_to_cpu(cpu);
+	duty();
+}
+
+/* ---- heartbeat ---- */
+
+static _Noreturn void beat(void)
+{
+	uint64_t before = 0;
+
+	for (uint64_t number = 1;; number++) {
+		uint64_t ms = now_ms();
+
+		if (ms < before)
+			fail("the clock went back from %" PRIu64 " to %" PRIu64 " ms", before, ms);
+		before = ms;
+		say("hb %" PRIu64 " %" PRIu64, number, ms);
+		if (number % BEATS_A_MEM_LINE == 0) {
+			unsigned long free = number_of("/proc/meminfo", "MemFree:");
+			unsigned long available = number_of("/proc/meminfo", "MemAvailable:");
+			unsigned long inflated = number_of("/proc/vmstat", "balloon_inflate ");
+			unsigned long deflated = number_of("/proc/vmstat", "balloon_deflate ");
+
+			say("mem %lu %lu %lu %lu", free, available, inflated, deflated);
+		}
+		sleep_ms(BEAT_MS);
+	}
+}
+
+/* ---- pattern ---- */
+
+static uint64_t pattern_pages;
+static uint64_t (*pattern)[PAGE_WORDS];
+static uint32_t *generations;
+
+static uint64_t mix(uint64_t value)
+{
+	value = (value ^ value >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
+	value = (value ^ value >> 27) * UINT64_C(0x94d049bb133111eb);
+	return value ^ value >> 31;
+}
+
+#define STEP UINT64_C(0x9e3779b97f4a7c15)
+
+/* Word 0 tells page and generation in the clear, for the message when a page is wrong. */
+static void write_page(uint64_t page)
+{
+	uint64_t value = mix(page << 32 | generations[page]);
+
+	pattern[page][0] = page << 32 | generations[page];
+	for (size_t i = 1; i < PAGE_WORDS; i++)
+		pattern[page][i] = value += STEP;
+}
+
+static void check_page(uint64_t page)
+{
+	uint64_t name = page << 32 | generations[page];
+	uint64_t value = mix(name);
+	uint64_t wrong = pattern[page][0] ^ name;
+	size_t i;
+
+	for (i = 1; i < PAGE_WORDS; i++)
+		wrong |= pattern[page][i] ^ (value += STEP);
+	if (wrong == 0)
+		return;
+	value = mix(name);
+	for (i = 1; i < PAGE_WORDS && pattern[page][i] == (value += STEP); i++)
+		;
+	fail("page %" PRIu64 " of the pattern, generation %" PRIu32 ", is wrong: its head says page %" PRIu64
+	     " generation %" PRIu64 ", and word %zu is %#" PRIx64,
+	     page, generations[page], pattern[page][0] >> 32, pattern[page][0] & UINT32_MAX,
+	     i < PAGE_WORDS ? i : 0, pattern[page][i < PAGE_WORDS ? i : 0]);
+}
+
+static _Noreturn void watch_pattern(void)
+{
+	uint64_t slice = (pattern_pages + SLICES_A_PASS - 1) / SLICES_A_PASS;
+	uint64_t window = 0;
+
+	for (uint64_t pass = 1;; pass++) {
+		uint64_t begun = now_ms();
+
+		for (uint64_t first = 0; first < pattern_pages; first += slice) {
+			for (uint64_t page = first; page < first + slice && page < pattern_pages; page++)
+				check_page(page);
+			for (int i = 0; i < WINDOW_PAGES; i++) {
+				check_page(window);
+				generations[window]++;
+				write_page(window);
+				window = (window + 1) % pattern_pages;
+			}
+			sleep_ms(SLICE_MS);
+		}
+		say("pattern %" PRIu64 " %" PRIu64 " %" PRIu64, pass, pattern_pages, begun);
+	}
+}
+
+static void *take(size_t bytes, const char *what)
+{
+	void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+	if (memory == MAP_FAILED)
+		fail("taking %zu bytes for %s: %s", bytes, what, strerror(errno));
+	return memory;
+}
+
+/* No process started later shares it: copies on write would eat memory all the time. */
+static void make_pattern(unsigned long mib)
+{
+	pattern_pages = (uint64_t)mib * MIB / PAGE_BYTES;
+	pattern = take(pattern_pages * PAGE_BYTES, "the pattern");
+	generations = take(pattern_pages * sizeof(*generations), "the pattern's generations");
+	if (madvise(pattern, pattern_pages * PAGE_BYTES, MADV_DONTFORK) != 0)
+		fail("keeping the pattern to one process: %s", strerror(errno));
+	for (uint64_t page = 0; page < pattern_pages; page++) {
+		generations[page] = 1;
+		write_page(page);
+	}
+}
+
+/* ---- memory that was in use ---- */
+
+static void fill_and_free(unsigned long mib)
+{
+	size_t bytes = (size_t)mib * MIB;
+	uint64_t *memory = take(bytes, "the fill");
+
+	for (size_t at = 0; at < bytes / sizeof(*memory); at += PAGE_WORDS)
+		memory[at] = mix(at) | 1;
+	if (munmap(memory, bytes) != 0)
+		fail("giving the fill back: %s", strerror(errno));
+}
+
+/* ---- busy ---- */
+
+static _Noreturn void busy(void)
+{
+	for (uint64_t round = 1;; round++) {
+		uint64_t begun = now_ms();
+		int status = system("set -e; cd /tmp; head -c 200000 /dev/urandom | hexdump >data; gzip -c data >data.gz; "
+				    "gunzip -c data.gz >again; cmp data again; cp again third; rm data data.gz again third");
+
+		if (status != 0)
+			fail("round %" PRIu64 " of the busy loop ended with %d", round, status);
+		say("busy %" PRIu64 " %" PRIu64, round, begun);
+	}
+}
+
+/* ---- start ---- */
+
+/* The value of `name=` on the kernel's command line, or `otherwise`. */
+static const char *parameter(const char *name, const char *otherwise)
+{
+	static char line[4096];
+	char *word;
+	size_t length = strlen(name);
+
+	snprintf(line, sizeof(line), "%s", read_file("/proc/cmdline"));
+	for (word = strtok(line, " \n"); word; word = strtok(NULL, " \n"))
+		if (strncmp(word, name, length) == 0 && word[length] == '=')
+			return word + length + 1;
+	return otherwise;
+}
+
+static unsigned long mib_of(const char *name, const char *otherwise)
+{
+	return strtoul(parameter(name, otherwise), NULL, 10);
+}
+
+/* Waits until free memory stands still. A guest that never comes to rest is ready all the same. */
+static void settle(void)
+{
+	unsigned long before = number_of("/proc/meminfo", "MemFree:");
+
+	for (int calm = 0, tries = 0; calm < 2 && tries < SETTLE_MAX_S * 2; tries++) {
+		unsigned long after;
+
+		sleep_ms(500);
+		after = number_of("/proc/meminfo", "MemFree:");
+		calm = after - before + SETTLE_KB <= 2 * SETTLE_KB ? calm + 1 : 0;
+		before = after;
+	}
+}
+
+static char *first_line(char *text)
+{
+	text[strcspn(text, "\n")] = '\0';
+	return text;
+}
+
+static void say_facts(void)
+{
+	static const char clocksource[] = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
+	char path[64];
+
+	say("facts cpus %ld", sysconf(_SC_NPROCESSORS_ONLN));
+	say("facts mem_total_kb %lu", number_of("/proc/meminfo", "MemTotal:"));
+	say("facts clocksource %.32s", first_line(read_file(clocksource)));
+	for (int device = 0; device < 8; device++) {
+		snprintf(path, sizeof(path), "/sys/bus/virtio/devices/virtio%d/device", device);
+		if (access(path, R_OK) != 0)
+			continue;
+		say("facts virtio%d_device %.16s", device, first_line(read_file(path)));
+		snprintf(path, sizeof(path), "/sys/bus/virtio/devices/virtio%d/features", device);
+		say("facts virtio%d_features %.64s", device, first_line(read_file(path)));
+	}
+}
+
+int main(void)
+{
+	unsigned long fill = mib_of("rig.fill", "0");
+	int is_busy = strcmp(parameter("rig.mode", "idle"), "busy") == 0;
+	int last_cpu = (int)sysconf(_SC_NPROCESSORS_ONLN) - 1;
+
+	say_facts();
+	if (fill > 0)
+		fill_and_free(fill);
+	make_pattern(mib_of("rig.pattern", "96"));
+	start(beat, last_cpu);
+	if (is_busy)
+		start(busy, last_cpu);
+	else
+		settle();
+	say("rig: ready");
+	go_to_cpu(0);
+	watch_pattern();
+}

@@ -1,0 +1,195 @@
+"""A guest under our VMM, watched wherever it runs, and moved from host to host."""
+
+import json
+import shlex
+import time
+from dataclasses import dataclass
+
+from emulated.basics import MIB, ScriptError, progress
+
+from . import console, reports
+
+_KERNEL_WORDS = "console=ttyS0 quiet loglevel=4 panic=-1 mitigations=off nokaslr random.trust_cpu=on audit=0 selinux=0"
+_FIRST_PORT = 4444
+_POLL_S = 0.3
+_READY_LIMIT_S = 150
+_LISTEN_LIMIT_S = 20
+_SETTLED_LIMIT_S = 60
+_REPORT_LIMIT_S = 20
+_MIGRATE_LIMIT_S = 200
+_BEATS_AFTER = 20
+_TAIL_LINES = 25
+# Silence of a peer that digests 8 GiB in an emulator is not death.
+PATIENCE = ("--peer-timeout", "60s")
+
+
+@dataclass
+class Hop:
+    """A migration that has ended well."""
+
+    source: dict
+    receiver: dict
+
+
+class Guest:
+    """One guest. `deadline` bounds every wait, beside the wait's own limit."""
+
+    def __init__(self, pair, out, deadline, *, memory_mib, vcpus=1, kernel_words="", host_words=()):
+        self.pair = pair
+        self.host = pair.a
+        self.hops = 0
+        self.memory_bytes = memory_mib * MIB
+        self._out = out
+        self._deadline = deadline
+        self._pieces = [b""]
+        self._job = self.host.start("host", [
+            "migrate-host", "--guest", "linux", "--kernel", "/guest/vmlinuz", "--initrd", "/guest/initrd",
+            "--cmdline", f"{_KERNEL_WORDS} {kernel_words}".strip(), "--memory", f"{memory_mib}M", "--vcpus", str(vcpus),
+            "--control", self._socket(), "--console", self._console(), *host_words,
+        ])
+
+    def _socket(self):
+        return f"/run/guest-{self.hops}.sock"
+
+    def _console(self):
+        return f"/run/guest-{self.hops}.console"
+
+    def _left(self, seconds):
+        """The seconds that a wait may take."""
+        return max(0.0, min(seconds, self._deadline - time.monotonic()))
+
+    def _refresh(self):
+        self._pieces[-1] += self.host.read(self._console(), len(self._pieces[-1]))
+        again = f"-{self.hops}" if self.hops >= 2 else ""
+        (self._out / f"guest-{self.host.name}{again}.console").write_bytes(self._pieces[-1])
+
+    def watch(self):
+        """All that the guest has said until now. Raises when it says that something is wrong."""
+        self._refresh()
+        watch = console.read(self._pieces)
+        if watch.failed:
+            raise ScriptError(f"the guest on host {self.host.name} says: {watch.failed}; its console:\n{self.tail()}")
+        return watch
+
+    def tail(self):
+        """The end of its console."""
+        return console.tail(self._pieces, _TAIL_LINES)
+
+    def wait_for(self, what, holds, seconds):
+        """Waits until `holds` is true of what the guest has said; returns that."""
+        began = time.monotonic()
+        limit = self._left(seconds)
+        while not holds(watch := self.watch()):
+            all_told = f"{self._job.told()}\nthe guest's console:\n{self.tail()}"
+            if (code := self._job.code()) is not None:
+                raise ScriptError(f"waiting for {what}: the guest's process ended with {code}; {all_told}")
+            if time.monotonic() - began > limit:
+                raise ScriptError(f"waited {limit:.0f} s in vain on host {self.host.name} for {what}; {all_told}")
+            time.sleep(_POLL_S)
+        return watch
+
+    def wait_until_ready(self):
+        """Waits for the guest's program to have prepared what the scenario wants."""
+        began = time.monotonic()
+        watch = self.wait_for("the guest to be ready", lambda watch: watch.ready and watch.mem, _READY_LIMIT_S)
+        progress(f"the guest is ready after {time.monotonic() - began:.1f} s")
+        return watch
+
+    def free_kb(self):
+        """MemFree, from a line that the guest has yet to say."""
+        seen = len(self.watch().mem)
+        watch = self.wait_for("the guest's free memory", lambda watch: len(watch.mem) > seen, _SETTLED_LIMIT_S)
+        return watch.mem[-1].numbers[0]
+
+    def wait_for_free(self, least_kb, what, seconds=_SETTLED_LIMIT_S):
+        """Waits until MemFree is at least so much."""
+        watch = self.wait_for(
+            f"{what}: MemFree of at least {least_kb} kB",
+            lambda watch: (mem := watch.on("mem", self.hops)) and mem[-1][0] >= least_kb, seconds,
+        )
+        return watch.mem[-1].numbers[0]
+
+    def control(self, *words):
+        """Asks the guest's control socket; returns its answer."""
+        command = shlex.join(["migrate-send", "--control", self._socket(), *words])
+        said = self.host.check(f"{command} 2>/run/control.err || {{ cat /run/control.err; exit 1; }}", "asking the guest")
+        try:
+            return json.loads(said)
+        except ValueError as error:
+            raise ScriptError(f"'{command}' printed no JSON ({error}): {said[:300]!r}") from error
+
+    def receiver(self):
+        """Starts a receiver for this guest on the other host, and waits until it listens."""
+        host = self.pair.other(self.host)
+        number = self.hops + 1
+        job = host.start("recv", [
+            "migrate-recv", "--listen", f"tcp:0.0.0.0:{_FIRST_PORT + number}", "--control", f"/run/guest-{number}.sock",
+            "--console", f"/run/guest-{number}.console", "--report", "/run/receiver.json", *PATIENCE,
+        ])
+        listens = "grep -q ^listening /run/recv.out || [ -s /run/recv.rc ]"
+        host.wait_until(listens, self._left(_LISTEN_LIMIT_S), "the receiver to listen", job.told)
+        if job.code() is not None:
+            raise ScriptError(f"the receiver did not come to listen, it ended with {job.code()}; {job.told()}")
+        return job
+
+    def sender(self, *words):
+        """Starts to send this guest to the other host."""
+        to = f"tcp:{self.pair.other(self.host).address}:{_FIRST_PORT + self.hops + 1}"
+        return self.host.start("send", [
+            "migrate-send", "--control", self._socket(), "--to", to, "--report", "/run/source.json", *PATIENCE, *words,
+        ])
+
+    def _report(self, host, path, whose):
+        host.wait_until(f"[ -s {path} ]", self._left(_REPORT_LIMIT_S), f"the {whose}'s report")
+        data = host.read(path)
+        name = f"{whose}.json" if self.hops == 0 else f"{whose}-{self.hops + 1}.json"
+        (self._out / name).write_bytes(data)
+        return reports.parse(data, whose)
+
+    def migrate(self, *words, verified=True):
+        """Sends the guest to the other host, and checks both reports."""
+        receiver = self.receiver()
+        words = (*words, "--verify") if verified else words
+        sender = self.sender(*words)
+        code = sender.wait(self._left(_MIGRATE_LIMIT_S), "the migration")
+        if code != 0:
+            raise ScriptError(f"sending ended with {code}; {sender.told()}\n{receiver.told()}")
+        to = self.pair.other(self.host)
+        source = self._report(self.host, "/run/source.json", "source")
+        hop = Hop(source, self._report(to, "/run/receiver.json", "receiver"))
+        progress(f"host {self.host.name} to host {to.name}: {reports.say(hop.source)}")
+        self._refresh()
+        self.host, self._job = to, receiver
+        self.hops += 1
+        self._pieces.append(b"")
+        for report in (hop.source, hop.receiver):
+            reports.check_completed(report, memory_bytes=self.memory_bytes, verified=verified or None)
+        reports.check_pair(hop.source, hop.receiver)
+        return hop
+
+    def check_here(self):
+        """The guest goes on where it is: heartbeat without a gap, two new passes over the whole pattern."""
+        watch = self.wait_for(
+            "the guest to go on, with its pattern whole",
+            lambda watch: len(watch.on("hb", self.hops)) >= _BEATS_AFTER and watch.checked_on(self.hops) >= 2,
+            _SETTLED_LIMIT_S,
+        )
+        self.check_said(watch)
+        return watch
+
+    def check_said(self, watch=None):
+        """What the guest has said until now has no gap."""
+        watch = watch or self.watch()
+        longest = console.check_heartbeat(watch)
+        console.check_pattern(watch)
+        progress(f"{len(watch.hb)} heartbeats, none missing, the longest step of the guest's clock {longest} ms")
+
+    def keep(self):
+        """Keeps what there is to read, when a scenario ends in any way."""
+        self._refresh()
+        for host in self.pair.hosts():
+            for name in ("host", "send", "recv"):
+                for kind in ("out", "err"):
+                    data = host.read(f"/run/{name}.{kind}")
+                    if data:
+                        (self._out / f"{name}-{host.name}.{kind}").write_bytes(data)

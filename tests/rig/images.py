@@ -1,0 +1,94 @@
+"""What the emulators start from: the kernel, the host's initrd with our programs in it, and in there the guest's.
+
+The host's initrd holds: busybox, KVM and network modules, our three programs with the shared libraries that they ask
+for, and in /guest the guest's kernel and initrd. The guest's holds: busybox, the stock virtio drivers, the program that
+is watched.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from emulated import cpio, packages
+from emulated.basics import ScriptError, compile_static, progress, run
+
+from . import modules
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+PROGRAMS = ("migrate-host", "migrate-send", "migrate-recv")
+
+_HOST_MODULES = ("kvm-amd", "virtio_pci", "virtio_net", "virtio_console")
+_GUEST_MODULES = ("virtio_mmio", "virtio_balloon", "virtio-rng")
+_LIBRARY = re.compile(r"^\s*(?:\S+ => )?(/\S+) \(0x[0-9a-f]+\)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Images:
+    """What a host boots."""
+
+    kernel: Path
+    initrd: Path
+
+
+def build_programs():
+    """Builds our programs for release, and returns the folder that they are in."""
+    command = ["cargo", "build", "--release"] + [word for name in PROGRAMS for word in ("-p", name)]
+    run("building the programs", command, cwd=ROOT)
+    return Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target") / "release"
+
+
+def _add_program(archive, name, path, work, seen):
+    bare = work / name
+    run(f"stripping {name}", ["strip", "--strip-all", "-o", str(bare), str(path)])
+    archive.program(f"bin/{name}", bare.read_bytes())
+    for library in _LIBRARY.findall(run(f"looking up what {name} is linked with", ["ldd", str(path)])):
+        if library not in seen:
+            seen.add(library)
+            archive.program(library.lstrip("/"), Path(library).read_bytes())
+
+
+def _add_modules(archive, tree, wanted):
+    order = modules.in_order(tree, wanted)
+    for path in order:
+        archive.file(f"modules/{path.name}", path.read_bytes())
+    archive.file("modules/order", "".join(f"{path.name}\n" for path in order).encode())
+
+
+def _start(busybox, init):
+    archive = cpio.Archive()
+    archive.folder("bin", "proc", "sys", "run", "tmp")
+    archive.program("bin/busybox", busybox.read_bytes())
+    archive.link("bin/sh", "busybox")
+    archive.program("init", (HERE / init).read_bytes())
+    return archive
+
+
+def build(work, *, programs=None):
+    """Builds all of it in `work`; `programs`: the folder that our programs are in, else they are built."""
+    kernel, busybox = packages.kernel_and_busybox(refresh=False)
+    package = kernel.parent.parent
+    tree = next((path for path in (package / "lib/modules", package / "usr/lib/modules") if path.is_dir()), None)
+    if tree is None:
+        raise ScriptError(f"the kernel package in {package} came without its modules; try --refresh")
+    folder = programs or build_programs()
+    progress(f"building images of {kernel.name} and of the programs in {folder}")
+
+    program = work / "rig-guest"
+    compile_static("the guest's program", HERE / "guest.c", program)
+    guest = _start(busybox, "guest-init")
+    guest.program("bin/rig-guest", program.read_bytes())
+    _add_modules(guest, tree, _GUEST_MODULES)
+
+    host = _start(busybox, "host-init")
+    _add_modules(host, tree, _HOST_MODULES)
+    seen = set()
+    for name in PROGRAMS:
+        path = Path(folder) / name
+        if not path.exists():
+            raise ScriptError(f"{path} is not there: build it by cargo build --release -p {name}")
+        _add_program(host, name, path, work, seen)
+    host.file("guest/vmlinuz", kernel.read_bytes())
+    host.file("guest/initrd", guest.write(work / "guest.cpio").read_bytes())
+    return Images(kernel, host.write(work / "host.cpio"))

@@ -1,0 +1,252 @@
+"""The scenarios: each boots a guest on host a, moves it, and looks whether it is the same guest on the other side.
+
+A scenario returns its migrations, in order. It fails by ScriptError.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Callable
+
+from emulated.basics import GIB, MIB, PAGE_BYTES, ScriptError, progress
+
+from . import reports
+from .guest import Guest
+
+ALL = {}
+MAIN = "idle-8g"
+
+_ASK = ("--ask", "always", "--hint-timeout", "60s")
+# Free memory that is "back": what the kernel itself takes in the meantime is little.
+_BACK_SHARE = 0.98
+_SLACK_KB = 8 << 10
+_BALLOON_LIMIT_S = 120
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One scenario: what it shows, and how many processors a host is given for it."""
+
+    name: str
+    shows: str
+    run: Callable
+    cpus: int
+
+
+class Stage:
+    """What a scenario has: two hosts, a folder for what it leaves, and a deadline."""
+
+    def __init__(self, pair, out, deadline):
+        self.pair = pair
+        self.out = out
+        self.deadline = deadline
+        self.guest = None
+
+    def boot(self, **options):
+        """Boots the scenario's guest on host a, and waits until it is ready."""
+        self.guest = Guest(self.pair, self.out, self.deadline, **options)
+        self.guest.wait_until_ready()
+        return self.guest
+
+    def wait(self, what, ask, seconds):
+        """Waits until `ask` answers with something true, and returns that."""
+        end = min(self.deadline, time.monotonic() + seconds)
+        while not (answer := ask()):
+            if time.monotonic() > end:
+                raise ScriptError(f"waited in vain for {what}; the guest's console:\n{self.guest.tail()}")
+            time.sleep(_POLL_S)
+        return answer
+
+
+def _scenario(name, cpus=1):
+    def add(function):
+        ALL[name] = Scenario(name, " ".join(function.__doc__.split()), function, cpus)
+        return function
+
+    return add
+
+
+def _hinted(hop, least_bytes, why):
+    balloon = hop.source["balloon"]
+    if not balloon["asked"] or balloon["timed_out"]:
+        raise ScriptError(f"the balloon was not asked, or did not answer in time: {balloon}")
+    reports.check_at_least(hop.source, "hinted", least_bytes // PAGE_BYTES, why)
+
+
+@_scenario("idle-8g")
+def idle_8g(stage):
+    """An idle 8 GiB guest by the stock driver's free page hints (init_on_alloc=0, --ask always)."""
+    guest = stage.boot(memory_mib=8 << 10, kernel_words="init_on_alloc=0")
+    before = guest.free_kb()
+    hop = guest.migrate(*_ASK)
+    _hinted(hop, 6 * GIB, "more than 6 GiB's worth")
+    guest.check_here()
+    guest.wait_for_free(int(before * _BACK_SHARE), "the hinted pages to come back to the guest")
+    return [hop]
+
+
+@_scenario("idle-8g-default")
+def idle_8g_default(stage):
+    """The same guest with Debian's default init_on_alloc=1, and --ask auto."""
+    guest = stage.boot(memory_mib=8 << 10)
+    before = guest.free_kb()
+    hop = guest.migrate("--ask", "auto", "--hint-timeout", "60s")
+    progress(f"the balloon was {'' if hop.source['balloon']['asked'] else 'not '}asked: {hop.source['balloon']['why']}")
+    guest.check_here()
+    guest.wait_for_free(int(before * _BACK_SHARE), "free memory as before")
+    return [hop]
+
+
+@_scenario("freed-2g")
+def freed_2g(stage):
+    """A guest that has filled 2 GiB and given them back: hints leave behind what was written once."""
+    guest = stage.boot(memory_mib=3 << 10, kernel_words="init_on_alloc=0 rig.fill=2048")
+    hop = guest.migrate(*_ASK)
+    _hinted(hop, 2 * GIB, "as much as was filled")
+    guest.check_here()
+    return [hop]
+
+
+@_scenario("busy")
+def busy(stage):
+    """A guest that churns a tmpfs and compresses, and compares what comes out."""
+    guest = stage.boot(memory_mib=768, kernel_words="init_on_alloc=0 rig.mode=busy")
+    guest.wait_for("a round of the busy loop", lambda watch: watch.busy, 60)
+    hop = guest.migrate(*_ASK)
+    guest.check_here()
+    guest.wait_for("two rounds of the busy loop at the destination", lambda watch: len(watch.on("busy", 1)) >= 2, 90)
+    return [hop]
+
+
+@_scenario("two-vcpus", cpus=2)
+def two_vcpus(stage):
+    """Two vCPUs: the heartbeat on one, the pattern on the other."""
+    guest = stage.boot(memory_mib=768, vcpus=2, kernel_words="init_on_alloc=0")
+    cpus = guest.watch().facts.get("cpus")
+    if cpus != "2":
+        raise ScriptError(f"the guest sees {cpus} vCPUs, not 2; its console:\n{guest.tail()}")
+    hop = guest.migrate(*_ASK)
+    guest.check_here()
+    return [hop]
+
+
+@_scenario("a-b-a")
+def a_b_a(stage):
+    """There, back, and there again."""
+    guest = stage.boot(memory_mib=512, kernel_words="init_on_alloc=0")
+    hops = []
+    for _ in range(3):
+        hops.append(guest.migrate(*_ASK))
+        guest.check_here()
+    return hops
+
+
+@_scenario("receiver-killed")
+def receiver_killed(stage):
+    """The receiver is killed in mid-round: the guest runs on where it was, and a second try succeeds."""
+    guest = stage.boot(memory_mib=512, kernel_words="init_on_alloc=0")
+    receiver = guest.receiver()
+    other = stage.pair.b
+    count = "cat /sys/class/net/eth0/statistics/rx_bytes"
+    start = int(other.check(count, "counting what came"))
+    sender = guest.sender("--max-bandwidth", "40Mbit", "--verify")
+    def arrived():
+        return int(other.check(count, "counting what came")) > start + 16 * MIB
+
+    stage.wait("16 MiB to arrive", lambda: sender.code() is not None or arrived(), 60)
+    if sender.code() is not None:
+        raise ScriptError(f"sending ended with {sender.code()} before the receiver was killed; {sender.told()}")
+    receiver.kill()
+    code = sender.wait(90, "the sender to notice")
+    if code not in (4, 6):
+        raise ScriptError(f"sending to a receiver that was killed ended with {code}, not with 4 or 6; {sender.told()}")
+    progress(f"the sender noticed and ended with {code}")
+    (stage.out / "source-killed.json").write_bytes(stage.pair.a.read("/run/source.json"))
+    seen = len(guest.watch().hb)
+    guest.wait_for("the guest to run on where it was", lambda watch: len(watch.hb) >= seen + 20, 30)
+    guest.check_said()
+    hop = guest.migrate(*_ASK)
+    guest.check_here()
+    return [hop]
+
+
+def _inflate(stage, guest, target, pages):
+    """Sets the balloon's target, and waits until the guest has followed."""
+    guest.control("--balloon-target", target)
+    return stage.wait(
+        f"the balloon to hold {pages} pages",
+        lambda: (stats := guest.control("--balloon-stats"))["actual_pages"] == pages and stats, _BALLOON_LIMIT_S,
+    )
+
+
+@_scenario("balloon-1g")
+def balloon_1g(stage):
+    """The balloon is inflated by 1 GiB before, and deflated after: its pages are left behind, and come back."""
+    guest = stage.boot(memory_mib=2 << 10, kernel_words="init_on_alloc=0")
+    before = guest.free_kb()
+    pages = GIB // PAGE_BYTES
+    _inflate(stage, guest, "1G", pages)
+    inside = guest.free_kb()
+    if before - inside < (GIB >> 10) - _SLACK_KB:
+        raise ScriptError(f"the balloon holds 1 GiB, and MemFree went from {before} kB to {inside} kB only")
+    hop = guest.migrate("--ask", "never")
+    reports.check_at_least(hop.source, "ballooned", pages, "what the balloon holds")
+    guest.check_here()
+    _inflate(stage, guest, "0", 0)
+    guest.wait_for_free(before - _SLACK_KB - before // 50, "the balloon's memory to come back to the guest")
+    guest.check_said()
+    return [hop]
+
+
+@_scenario("reporting")
+def reporting(stage):
+    """Free page reporting: what a guest has filled and freed is given back all the time, and is a hole at the move."""
+    guest = stage.boot(
+        memory_mib=1 << 10, kernel_words="init_on_alloc=0 rig.fill=640", host_words=("--free-page-reporting",)
+    )
+    pid = "$(cat /run/host.pid)"
+    rss = f"grep VmRSS /proc/{pid}/status | tr -dc 0-9"
+    stage.wait(
+        "the host's memory to come back (VmRSS below 500 MB)",
+        lambda: int(stage.pair.a.check(rss, "reading VmRSS")) < 500_000, 90,
+    )
+    hop = guest.migrate("--ask", "never")
+    reports.check_at_least(hop.source, "hole", 500 * MIB // PAGE_BYTES, "most of what was filled and then reported")
+    guest.check_here()
+    return [hop]
+
+
+@_scenario("stats")
+def stats(stage):
+    """The guest's statistics are fresh before the move and after it."""
+    guest = stage.boot(memory_mib=512, kernel_words="init_on_alloc=0")
+
+    def fresh():
+        told = guest.control("--balloon-stats")
+        free_kb = guest.free_kb()
+        if told.get("free_pages") is None or told.get("total_pages") is None or told.get("age_ms", 1 << 30) > 5000:
+            raise ScriptError(f"the statistics on host {guest.host.name} are not fresh: {told}")
+        if abs(told["free_pages"] * 4 - free_kb) > _SLACK_KB:
+            raise ScriptError(f"the statistics say {told['free_pages']} free pages, the guest itself {free_kb} kB")
+        return told
+
+    before = fresh()
+    hop = guest.migrate(*_ASK)
+    guest.check_here()
+    after = fresh()
+    if before["total_pages"] != after["total_pages"]:
+        raise ScriptError(f"the guest had {before['total_pages']} pages before and {after['total_pages']} after")
+    return [hop]
+
+
+@_scenario("done-seen")
+def done_seen(stage):
+    """The guest sees DONE: the memory that its driver held for the hints is free again at the destination."""
+    guest = stage.boot(memory_mib=1 << 10, kernel_words="init_on_alloc=0")
+    before = guest.free_kb()
+    hop = guest.migrate(*_ASK)
+    _hinted(hop, before * 1024 // 2, "half of what was free")
+    guest.check_here()
+    after = guest.wait_for_free(int(before * _BACK_SHARE), "the hinted pages to come back to the guest")
+    progress(f"MemFree was {before} kB before and is {after} kB after")
+    return [hop]

@@ -1,0 +1,229 @@
+"""Tests of the parts of the rig that need no emulator: python3 tests/rig/test_rig.py"""
+
+import json
+import socket
+import sys
+import tempfile
+import threading
+import unittest
+from pathlib import Path
+
+sys.dont_write_bytecode = True
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT / "scripts" / "lib"), str(ROOT / "tests")]
+
+# pylint: disable=wrong-import-position
+from emulated import cpio
+from emulated.basics import GIB, PAGE_BYTES, ScriptError
+from rig import console, modules, reports, scenarios
+from rig.agent import Agent
+
+SAID = b"""\
+facts cpus 2\r
+hb 1 100\r
+rig: ready\r
+hb 2 200\r
+mem 1000 900 0 0\r
+pattern 1 24576 150\r
+hb 3 300\r
+"""
+
+
+def report(**changes):
+    """A source's report of a guest of 1 GiB."""
+    pages = {"total": 262144, "sent": 62144, "zero": 0, "hole": 100000, "hinted": 100000, "ballooned": 0, "filled": 0}
+    whole = {
+        "version": 1, "role": "source", "result": "completed", "error": None, "ram_bytes": GIB, "pages": pages,
+        "verified": True, "total_ms": 1500.0, "downtime_ms": 300.4, "rounds": [{}, {}],
+    }
+    return {**whole, **changes, "pages": {**pages, **changes.get("pages", {})}}
+
+
+class Console(unittest.TestCase):
+    """What the guest says."""
+
+    def test_all_kinds(self):
+        watch = console.read([SAID])
+        self.assertEqual([said.numbers for said in watch.hb], [(1, 100), (2, 200), (3, 300)])
+        self.assertEqual((watch.mem[0].numbers, watch.pattern[0].numbers), ((1000, 900, 0, 0), (1, 24576, 150)))
+        self.assertEqual((watch.facts, watch.ready, watch.failed), ({"cpus": "2"}, True, None))
+        self.assertEqual(console.check_heartbeat(watch), 100)
+        console.check_pattern(watch)
+
+    def test_every_cut_between_two_hosts(self):
+        for cut in range(len(SAID) + 1):
+            watch = console.read([SAID[:cut], SAID[cut:]])
+            self.assertEqual(len(watch.hb), 3, cut)
+            console.check_heartbeat(watch)
+
+    def test_a_line_belongs_to_the_host_that_it_ended_on(self):
+        watch = console.read([b"hb 1 1\nhb 2", b" 2\nhb 3 3\n", b"hb 4 4\n"])
+        self.assertEqual([watch.on("hb", piece) for piece in range(3)], [[(1, 1)], [(2, 2), (3, 3)], [(4, 4)]])
+
+    def test_the_last_line_may_be_on_its_way(self):
+        self.assertEqual(len(console.read([SAID + b"hb 4 4"]).hb), 3)
+
+    def test_missing_repeated_and_late_heartbeats(self):
+        for lines in (b"hb 1 1\nhb 3 2\n", b"hb 1 1\nhb 1 2\n", b"hb 2 1\n", b"hb 1 5\nhb 2 4\n", b""):
+            with self.assertRaises(ScriptError, msg=lines):
+                console.check_heartbeat(console.read([lines]))
+
+    def test_a_beat_lost_between_two_hosts(self):
+        with self.assertRaisesRegex(ScriptError, "heartbeat 3 is missing"):
+            console.check_heartbeat(console.read([b"hb 1 1\nhb 2 2\n", b"hb 4 4\n"]))
+
+    def test_a_missing_pass(self):
+        with self.assertRaises(ScriptError):
+            console.check_pattern(console.read([b"pattern 1 8 1\npattern 3 8 2\n"]))
+
+    def test_a_pass_begun_before_the_move_does_not_count(self):
+        lines = b"hb 1 100\npattern 1 8 90\npattern 2 8 99\npattern 3 8 100\n"
+        self.assertEqual(console.read([b"", lines]).checked_on(1), 1)
+        self.assertEqual(console.read([b"", b"pattern 1 8 90\n"]).checked_on(1), 0)
+
+    def test_a_damaged_line(self):
+        for line in (b"hb 1\n", b"hb 1 2hb 2 3\n", b"hb one two\n", b"mem 1 2 3\n", b"pattern 1 2\n"):
+            with self.assertRaises(ScriptError, msg=line):
+                console.read([line])
+
+    def test_failures_are_seen(self):
+        for line in (b"rig: failed: page 3 is wrong\n", b"[ 1.0] Kernel panic - not syncing: oops\n"):
+            self.assertIn(console.read([SAID + line]).failed, line.decode())
+
+
+class Reports(unittest.TestCase):
+    """What both sides tell of a migration."""
+
+    def test_good(self):
+        reports.check_completed(report(), memory_bytes=GIB, verified=True)
+        reports.check_completed(report(verified=None), memory_bytes=GIB, verified=None)
+        reports.check_pair(report(), report(role="receiver"))
+        reports.check_at_least(report(), "hinted", 100000, "as planned")
+        self.assertEqual(reports.say(report()), "hinted 100000, sent 62144, total 1.5 s, downtime 300 ms, 2 rounds")
+
+    def test_bad(self):
+        bad = {
+            "another end": report(result="failed", error="gone"),
+            "an error": report(error="yet completed"),
+            "another size": report(ram_bytes=2 * GIB),
+            "lost pages": report(pages={"sent": 1}),
+            "too few in all": report(pages={"sent": 1, "total": 200001}),
+            "not verified": report(verified=None),
+            "wrong digest": report(verified=False),
+        }
+        for why, found in bad.items():
+            with self.assertRaises(ScriptError, msg=why):
+                reports.check_completed(found, memory_bytes=GIB, verified=True)
+        with self.assertRaises(ScriptError):
+            reports.check_pair(report(), report(pages={"hinted": 0, "sent": 162144}))
+        with self.assertRaises(ScriptError):
+            reports.check_at_least(report(), "hinted", 6 * GIB // PAGE_BYTES, "6 GiB")
+
+    def test_what_is_no_report(self):
+        for data in (b"", b"{", b"[]", b"{}", json.dumps(report(version=2)).encode()):
+            with self.assertRaises(ScriptError, msg=data):
+                reports.parse(data, "source")
+        with self.assertRaises(ScriptError):
+            reports.parse(json.dumps(report()).encode(), "receiver")
+
+
+class Modules(unittest.TestCase):
+    """The order of kernel modules."""
+
+    def tree(self, **needs):
+        """A tree of modules that need each other."""
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        for name, needed in needs.items():
+            path = Path(folder.name) / f"{name}.ko"
+            path.write_bytes(b"\x7fELF\0license=GPL\0depends=" + needed.encode() + b"\0name=x\0")
+        return Path(folder.name)
+
+    def test_needs_come_first(self):
+        tree = self.tree(kvm_amd="kvm,ccp", kvm="irqbypass", irqbypass="", ccp="", other="")
+        names = [path.stem for path in modules.in_order(tree, ["kvm-amd", "kvm"])]
+        self.assertEqual(names, ["irqbypass", "kvm", "ccp", "kvm_amd"])
+
+    def test_absent_and_circular(self):
+        for tree in (self.tree(a="b"), self.tree(a="b", b="a")):
+            with self.assertRaises(ScriptError):
+                modules.in_order(tree, ["a"])
+
+
+class Archive(unittest.TestCase):
+    """The initrd."""
+
+    def test_folders_come_before_what_is_in_them(self):
+        archive = cpio.Archive()
+        archive.program("lib/x/y", b"12345")
+        archive.link("lib/z", "x/y")
+        with tempfile.TemporaryDirectory() as folder:
+            data = archive.write(Path(folder) / "out").read_bytes()
+        names = []
+        at = 0
+        while at < len(data):
+            fields = [int(data[at + 6 + i * 8 : at + 14 + i * 8], 16) for i in range(13)]
+            names.append(data[at + 110 : at + 109 + fields[11]].decode())
+            at = (at + 110 + fields[11] + 3) // 4 * 4
+            at = (at + fields[6] + 3) // 4 * 4
+        self.assertEqual(names, ["dev", "dev/console", "lib", "lib/x", "lib/x/y", "lib/z", "TRAILER!!!"])
+
+
+class Agents(unittest.TestCase):
+    """The protocol of the agent in a host."""
+
+    def talk(self, *answers):
+        """An agent whose other end says these things, one after each command."""
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        path = Path(folder.name) / "port"
+        agent = Agent(path, lambda: None)
+        self.addCleanup(agent.close)
+
+        def host():
+            with socket.socket(socket.AF_UNIX) as link:
+                link.connect(str(path))
+                link.sendall(b"0 0 0\n")
+                lines = link.makefile("rb")
+                for answer in answers:
+                    self.heard.append(lines.readline())
+                    link.sendall(answer)
+
+        self.heard = []
+        thread = threading.Thread(target=host)
+        thread.start()
+        self.addCleanup(thread.join)
+        agent.wait_until_up(10)
+        return agent
+
+    def test_commands_and_output(self):
+        agent = self.talk(b"1 0 3\nabc", b"2 17 0\n")
+        self.assertEqual((agent.run("echo abc", 10), agent.run("false", 10)), ((0, b"abc"), (17, b"")))
+        self.assertEqual(self.heard, [b"1 echo abc\n", b"2 false\n"])
+
+    def test_nonsense(self):
+        for answer in (b"2 0 0\n", b"x" * 100, b"1 0 999999999\n", b"1 0 10\nabc"):
+            agent = self.talk(answer)
+            with self.assertRaises(ScriptError, msg=answer):
+                agent.run("true", 2)
+
+    def test_two_lines(self):
+        agent = self.talk()
+        with self.assertRaises(ScriptError):
+            agent.run("true\nfalse", 2)
+
+
+class Scenarios(unittest.TestCase):
+    """The list."""
+
+    def test_all_that_were_asked_for(self):
+        asked = {
+            "idle-8g", "idle-8g-default", "freed-2g", "busy", "two-vcpus", "a-b-a", "receiver-killed", "balloon-1g",
+            "reporting", "stats", "done-seen",
+        }
+        self.assertEqual(set(scenarios.ALL), asked)
+        self.assertIn(scenarios.MAIN, scenarios.ALL)
+
+
+if __name__ == "__main__":
+    unittest.main()
