@@ -1,0 +1,102 @@
+//! The interrupt controllers and the timer that live in the kernel: their state.
+
+use super::blob::Blob;
+use crate::platform::IOAPIC_BASE;
+use crate::state::{Incoming, section};
+use crate::{Error, Result};
+use kvm_bindings::{KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_irqchip, kvm_pit_state2};
+use kvm_ioctls::VmFd;
+use machine::Section;
+use serde::{Deserialize, Serialize};
+use zerocopy::{FromBytes, IntoBytes};
+
+const IRQCHIP: &str = "irqchip";
+const PIT: &str = "pit";
+const VERSION: u32 = 1;
+
+/// Where a chip's state starts in `kvm_irqchip`: after its number and padding.
+const CHIP_AT: usize = 8;
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Irqchip {
+    pic_master: Blob,
+    pic_slave: Blob,
+    ioapic: Blob,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Pit {
+    state: Blob,
+}
+
+/// Sections [`IRQCHIP`] and [`PIT`].
+pub(super) fn save(vm: &VmFd) -> Result<Vec<Section>> {
+    let chip = |id: u32, what: &str| {
+        let mut chip = kvm_irqchip {
+            chip_id: id,
+            ..Default::default()
+        };
+        vm.get_irqchip(&mut chip)
+            .map_err(|e| Error::kvm(format!("reading the state of the {what}"), e))?;
+        Ok::<_, Error>(Blob::from_bytes(chip.as_bytes()[CHIP_AT..].to_vec()))
+    };
+    let irqchip = Irqchip {
+        pic_master: chip(KVM_IRQCHIP_PIC_MASTER, "first PIC")?,
+        pic_slave: chip(KVM_IRQCHIP_PIC_SLAVE, "second PIC")?,
+        ioapic: chip(KVM_IRQCHIP_IOAPIC, "I/O APIC")?,
+    };
+    let pit = vm
+        .get_pit2()
+        .map_err(|e| Error::kvm("reading the state of the PIT", e))?;
+    let pit = Pit { state: Blob::of(&pit) };
+    Ok(vec![section(IRQCHIP, VERSION, &irqchip)?, section(PIT, VERSION, &pit)?])
+}
+
+/// Reads both sections, then sets both.
+pub(super) fn restore(vm: &VmFd, incoming: &mut Incoming<'_>) -> Result<()> {
+    let irqchip: Irqchip = incoming.take(IRQCHIP, VERSION)?;
+    let chips = [
+        (KVM_IRQCHIP_PIC_MASTER, "first PIC", &irqchip.pic_master),
+        (KVM_IRQCHIP_PIC_SLAVE, "second PIC", &irqchip.pic_slave),
+        (KVM_IRQCHIP_IOAPIC, "I/O APIC", &irqchip.ioapic),
+    ]
+    .map(|(id, what, blob)| Ok::<_, Error>((what, chip(id, what, blob)?)));
+    let pit: Pit = incoming.take(PIT, VERSION)?;
+    let pit: kvm_pit_state2 = pit.state.read(PIT, "its state")?;
+
+    for chip in chips {
+        let (what, chip) = chip?;
+        vm.set_irqchip(&chip)
+            .map_err(|e| Error::state(IRQCHIP, format!("KVM does not take that of the {what}: {e}")))?;
+    }
+    vm.set_pit2(&pit)
+        .map_err(|e| Error::state(PIT, format!("KVM does not take it: {e}")))
+}
+
+fn chip(id: u32, what: &str, blob: &Blob) -> Result<kvm_irqchip> {
+    if id == KVM_IRQCHIP_IOAPIC {
+        let base = blob.bytes().first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
+        if base.is_some_and(|base| base != u64::from(IOAPIC_BASE)) {
+            return Err(Error::state(
+                IRQCHIP,
+                format!(
+                    "its I/O APIC lies at {:#x}, ours at {IOAPIC_BASE:#x}",
+                    base.unwrap_or(0)
+                ),
+            ));
+        }
+    }
+    // The number is ours, the rest came.
+    let mut bytes = vec![0; CHIP_AT];
+    bytes[..4].copy_from_slice(&id.to_le_bytes());
+    bytes.extend_from_slice(blob.bytes());
+    kvm_irqchip::read_from_bytes(&bytes).map_err(|_| {
+        let (came, wanted) = (blob.bytes().len(), size_of::<kvm_irqchip>() - CHIP_AT);
+        Error::state(
+            IRQCHIP,
+            format!("state of the {what}: {came} bytes came, it has {wanted}"),
+        )
+    })
+}
