@@ -23,6 +23,7 @@ mod devices;
 mod error;
 mod guest;
 mod kvm;
+mod machine_impl;
 mod platform;
 mod state;
 mod vcpu;
@@ -30,4 +31,4 @@ mod wiring;
 
 pub use config::{BootFiles, Console, Tracking, VmConfig};
 pub use error::{Error, Result};
-pub use guest::{Ended, LinuxGuest, Parts};
+pub use guest::{Ended, LinuxGuest, Parts, StateFault};
