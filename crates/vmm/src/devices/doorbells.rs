@@ -99,12 +99,13 @@ struct Leaving {
 
 impl Drop for Leaving {
     fn drop(&mut self) {
-        self.shared.lock().gone = true;
-        self.shared.changed.notify_all();
+        // The reason first: whoever finds the thread gone looks for it.
         if thread::panicking() {
             let why = "the device thread panicked, which is a bug of this program: the guest cannot go on";
             self.ending.fail(Error::Condition(why.to_owned()));
         }
+        self.shared.lock().gone = true;
+        self.shared.changed.notify_all();
     }
 }
 

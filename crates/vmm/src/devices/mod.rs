@@ -22,6 +22,9 @@ mod power;
 mod serial;
 mod virtio;
 
+#[cfg(test)]
+mod tests;
+
 use crate::platform::{
     I8042_COMMAND, I8042_DATA, MAX_VIRTIO, SERIAL_GSI, SERIAL_PORT, VIRTIO_MMIO_BYTES, VirtioPlace, virtio_place,
 };

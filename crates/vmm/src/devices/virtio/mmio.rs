@@ -50,10 +50,6 @@ impl Transport {
         }
     }
 
-    pub(crate) fn device(&self) -> &Arc<dyn VirtioDevice> {
-        &self.device
-    }
-
     fn lock(&self) -> MutexGuard<'_, Registers> {
         self.registers.lock().unwrap_or_else(PoisonError::into_inner)
     }

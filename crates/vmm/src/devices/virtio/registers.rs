@@ -20,14 +20,14 @@ use virtio_bindings::virtio_mmio::{
     VIRTIO_MMIO_QUEUE_USED_HIGH, VIRTIO_MMIO_QUEUE_USED_LOW,
 };
 
-pub(super) const ACKNOWLEDGE: u32 = VIRTIO_CONFIG_S_ACKNOWLEDGE;
-pub(super) const DRIVER: u32 = VIRTIO_CONFIG_S_DRIVER;
-pub(super) const FEATURES_OK: u32 = VIRTIO_CONFIG_S_FEATURES_OK;
-pub(super) const DRIVER_OK: u32 = VIRTIO_CONFIG_S_DRIVER_OK;
-pub(super) const FAILED: u32 = VIRTIO_CONFIG_S_FAILED;
+pub(crate) const ACKNOWLEDGE: u32 = VIRTIO_CONFIG_S_ACKNOWLEDGE;
+pub(crate) const DRIVER: u32 = VIRTIO_CONFIG_S_DRIVER;
+pub(crate) const FEATURES_OK: u32 = VIRTIO_CONFIG_S_FEATURES_OK;
+pub(crate) const DRIVER_OK: u32 = VIRTIO_CONFIG_S_DRIVER_OK;
+pub(crate) const FAILED: u32 = VIRTIO_CONFIG_S_FAILED;
 
 /// The steps of a driver's start, in order.
-pub(super) const STEPS: [u32; 4] = [ACKNOWLEDGE, DRIVER, FEATURES_OK, DRIVER_OK];
+pub(crate) const STEPS: [u32; 4] = [ACKNOWLEDGE, DRIVER, FEATURES_OK, DRIVER_OK];
 
 /// The registers that a driver writes.
 #[derive(Clone, Debug)]
