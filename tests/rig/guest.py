@@ -112,7 +112,7 @@ class Guest:
     def control(self, *words):
         """Asks the guest's control socket; returns its answer."""
         command = shlex.join(["migrate-send", "--control", self._socket(), *words])
-        said = self.host.check(f"{command} 2>/run/control.err || {{ cat /run/control.err; exit 1; }}", "asking the guest")
+        said = self.host.check(f"{command} 2>/run/control.err || {{ cat /run/control.err; exit 1; }}", "asking it")
         try:
             return json.loads(said)
         except ValueError as error:
