@@ -1,10 +1,10 @@
 //! The report: what happened, in figures. The keys are the command line's contract.
 
 use crate::Ending;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// Whose report.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Role {
     /// The side that sent.
@@ -14,7 +14,7 @@ pub enum Role {
 }
 
 /// One migration in figures. Times in milliseconds, sizes in bytes, pages of 4 KiB.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Report {
     /// Of this form: 1.
     pub version: u32,
@@ -95,7 +95,7 @@ impl Report {
 
 /// Pages by fate: what the receiver was told of each page last. `sent + zero + hole + hinted + ballooned + filled` is
 /// `total`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PagesReport {
     /// All pages that have a fate. All of guest RAM, but for a migration that ended within round 0 or before: then only
     /// [`Report::ram_bytes`] tells the size.
@@ -140,7 +140,7 @@ impl PagesReport {
 }
 
 /// The question to the guest's balloon.
-#[derive(Clone, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct BalloonReport {
     /// Which dialect.
     pub dialect: String,
@@ -159,7 +159,7 @@ pub struct BalloonReport {
 }
 
 /// One round.
-#[derive(Clone, Copy, Debug, Default, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct RoundReport {
     /// Pages that were to be sent when it began.
     pub pending_pages: u64,

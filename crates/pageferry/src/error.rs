@@ -2,6 +2,7 @@
 
 use crate::Address;
 use std::io;
+use std::path::PathBuf;
 
 /// What could not be done, before the engine had a say or beside it.
 #[derive(Debug, thiserror::Error)]
@@ -40,6 +41,14 @@ pub enum Error {
         /// The system's reason.
         #[source]
         source: io::Error,
+    },
+    /// A control socket that cannot be, or that nobody answers at.
+    #[error("control socket {}: {why}", path.display())]
+    ControlSocket {
+        /// Its path.
+        path: PathBuf,
+        /// Why not.
+        why: String,
     },
     /// Bytes of a peer that make no sense.
     #[error(transparent)]

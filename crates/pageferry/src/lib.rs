@@ -16,6 +16,7 @@
 mod address;
 mod answers;
 mod control;
+pub mod control_socket;
 mod data;
 mod destination;
 pub mod docs;

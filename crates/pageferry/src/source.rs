@@ -8,7 +8,7 @@ use crate::pulse::{Held, Pulse};
 use crate::transport::{self, AsyncSocket, Closer};
 use crate::worker::SourceWorker;
 use crate::{Address, Error, Guest, SendOptions, report};
-use engine::{Ending, Outcome, Role, Source, SourceAction, SourceEvent, Step};
+use engine::{Ask, Ending, Outcome, Role, Source, SourceAction, SourceEvent, Step};
 use std::sync::Arc;
 use std::sync::mpsc as blocking;
 use std::time::{Duration, Instant};
@@ -30,7 +30,11 @@ const THREADS_TIMEOUT: Duration = Duration::from_secs(2);
 pub(crate) async fn run(guest: Guest, to: Address, options: SendOptions, watch: Watch, started: Instant) -> Finished {
     let span = info_span!("send", %to);
     let sending = async move {
-        let control = match open(&to, &options, &watch).await {
+        let opened = match may_begin(&guest, &options) {
+            Ok(()) => open(&to, &options, &watch).await,
+            Err(why) => Err((Ending::Refused, why)),
+        };
+        let control = match opened {
             Ok(control) => control,
             Err((ending, error)) => {
                 tracing::info!(%ending, error, "nothing was sent");
@@ -47,6 +51,17 @@ pub(crate) async fn run(guest: Guest, to: Address, options: SendOptions, watch: 
         Sending::start(guest, to, options, watch, started, control).await
     };
     sending.instrument(span).await
+}
+
+/// Refuses what cannot be done with this guest, before anybody is troubled: hints asked for of one that cannot give any
+/// (case 32). What `--ask auto` makes of such a guest, the engine decides.
+fn may_begin(guest: &Guest, options: &SendOptions) -> Result<(), String> {
+    if options.source.ask != Ask::Always || !options.source.skip.free {
+        return Ok(());
+    }
+    guest.free_pages.can_ask().map_err(|reason| {
+        format!("the guest is to be asked for its free pages (--ask always), and cannot be: {reason}; leave --ask out")
+    })
 }
 
 /// A control connection that has sent its preamble.

@@ -5,7 +5,7 @@ mod common;
 
 use common::peer::{FakeReceiver, dial, hear, hello, open, preamble, say};
 use common::*;
-use pageferry::{Ending, Listener, Migration};
+use pageferry::{Ask, Ending, Listener, Migration};
 use pages::Layout;
 use std::io::{Read, Write};
 use wire::{Accept, ConnectionRole, Message, PreambleReply, VersionRange};
@@ -32,6 +32,29 @@ async fn case_11_the_sender_prints_the_receivers_reason() {
     assert!(destination.guest.is_none());
     probe.assert_unharmed();
     assert_eq!(source.outcome.report.pages.sent, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn case_32_a_guest_that_cannot_be_asked_and_is_to_be_is_refused() {
+    let (receiving, address, made) = receiver(receive_options());
+    let (guest, probe) = busy_guest(&small(), None);
+    let mut options = send_options(1);
+    options.source.ask = Ask::Always;
+    let source = guarded(Migration::send(guest, &address, options.clone()).finish()).await;
+    assert_eq!(source.outcome.ending, Ending::Refused);
+    let error = source.outcome.error.unwrap();
+    assert!(
+        error.contains("--ask always") && error.contains("has no driver"),
+        "{error}"
+    );
+    probe.assert_unharmed();
+    assert!(made.lock().unwrap().is_empty(), "the receiver was not troubled");
+    // It waits on, for one that is asked only if it can be.
+    options.source.ask = Ask::Auto;
+    let sending = Migration::send(source.guest.unwrap(), &address, options);
+    let (source, _) = guarded(async { tokio::join!(sending.finish(), receiving.finish()) }).await;
+    assert_eq!(source.outcome.ending, Ending::Completed);
+    assert!(source.outcome.report.balloon.why.contains("has no driver"));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,0 +1,245 @@
+//! What `migrate` takes: the settings of a source, each with its unit in its name.
+
+use crate::{Address, Ask, OnTimeout, SendOptions, SkipSet, SourceConfig};
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+
+/// The longest time that is taken, milliseconds: 30 years.
+const MAX_MS: f64 = 1e12;
+
+/// A reason to leave a page behind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SkipWord {
+    /// What the guest calls free, and what its balloon holds.
+    Free,
+    /// Pages that read as zero.
+    Zero,
+    /// Pages that were never touched.
+    Hole,
+}
+
+/// When to ask the balloon.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum AskWord {
+    /// When it can pay.
+    #[default]
+    Auto,
+    /// Whenever the guest can be asked; refused where it cannot.
+    Always,
+    /// Never.
+    Never,
+}
+
+/// What to do when the time-out passes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OnTimeoutWord {
+    /// Give up; the guest goes on here.
+    #[default]
+    Cancel,
+    /// Pause the guest and finish.
+    Stop,
+}
+
+/// The parameters of `migrate`. All but `to` have the defaults of [`SendOptions`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct MigrateParams {
+    /// Where the receiver listens: `tcp:HOST:PORT`, `unix:PATH` or `vsock:CID:PORT`.
+    pub to: String,
+    /// What to leave behind; an empty list: nothing.
+    pub skip: Vec<SkipWord>,
+    /// When to ask the balloon.
+    pub ask: AskWord,
+    /// How long the guest's answers may take.
+    pub hint_timeout_ms: f64,
+    /// Data streams.
+    pub streams: u16,
+    /// The most bytes a second; 0: no limit.
+    pub max_bandwidth_bytes_per_s: u64,
+    /// The downtime to aim at.
+    pub downtime_limit_ms: f64,
+    /// The most time before the guest is paused; 0: no limit.
+    pub timeout_ms: f64,
+    /// What to do then.
+    pub on_timeout: OnTimeoutWord,
+    /// How long connecting may take.
+    pub connect_timeout_ms: f64,
+    /// Silence after which the receiver is dead.
+    pub peer_timeout_ms: f64,
+    /// Digest RAM on both sides and compare.
+    pub verify: bool,
+    /// Checks only.
+    pub dry_run: bool,
+}
+
+impl Default for MigrateParams {
+    fn default() -> Self {
+        MigrateParams::of(String::new(), &SendOptions::default())
+    }
+}
+
+impl MigrateParams {
+    /// What says `options` to a host.
+    pub fn of(to: String, options: &SendOptions) -> Self {
+        let source = &options.source;
+        let reasons = [
+            (source.skip.free, SkipWord::Free),
+            (source.skip.zero, SkipWord::Zero),
+            (source.skip.hole, SkipWord::Hole),
+        ];
+        MigrateParams {
+            to,
+            skip: reasons
+                .iter()
+                .filter(|(given, _)| *given)
+                .map(|(_, word)| *word)
+                .collect(),
+            ask: match source.ask {
+                Ask::Auto => AskWord::Auto,
+                Ask::Always => AskWord::Always,
+                Ask::Never => AskWord::Never,
+            },
+            hint_timeout_ms: ms(source.hint_timeout),
+            streams: source.streams,
+            max_bandwidth_bytes_per_s: options.max_bandwidth.unwrap_or(0),
+            downtime_limit_ms: ms(source.downtime_limit),
+            timeout_ms: ms(source.timeout),
+            on_timeout: match source.on_timeout {
+                OnTimeout::Cancel => OnTimeoutWord::Cancel,
+                OnTimeout::Stop => OnTimeoutWord::Stop,
+            },
+            connect_timeout_ms: ms(options.connect_timeout),
+            peer_timeout_ms: ms(source.peer_timeout),
+            verify: source.verify,
+            dry_run: source.dry_run,
+        }
+    }
+
+    /// What they mean, or which of them makes no sense.
+    pub(crate) fn plan(&self) -> Result<(Address, SendOptions), String> {
+        if self.to.is_empty() {
+            return Err("migrate needs \"to\", as tcp:HOST:PORT".to_owned());
+        }
+        let to = self.to.parse().map_err(|error| format!("\"to\": {error}"))?;
+        for (name, value) in [
+            ("connect_timeout_ms", self.connect_timeout_ms),
+            ("peer_timeout_ms", self.peer_timeout_ms),
+        ] {
+            if value == 0.0 {
+                return Err(format!("\"{name}\" 0: give some time, as 10000"));
+            }
+        }
+        let options = SendOptions {
+            source: SourceConfig {
+                skip: SkipSet {
+                    free: self.skip.contains(&SkipWord::Free),
+                    zero: self.skip.contains(&SkipWord::Zero),
+                    hole: self.skip.contains(&SkipWord::Hole),
+                },
+                ask: match self.ask {
+                    AskWord::Auto => Ask::Auto,
+                    AskWord::Always => Ask::Always,
+                    AskWord::Never => Ask::Never,
+                },
+                hint_timeout: duration("hint_timeout_ms", self.hint_timeout_ms)?,
+                streams: self.streams,
+                downtime_limit: duration("downtime_limit_ms", self.downtime_limit_ms)?,
+                timeout: duration("timeout_ms", self.timeout_ms)?,
+                on_timeout: match self.on_timeout {
+                    OnTimeoutWord::Cancel => OnTimeout::Cancel,
+                    OnTimeoutWord::Stop => OnTimeout::Stop,
+                },
+                peer_timeout: duration("peer_timeout_ms", self.peer_timeout_ms)?,
+                verify: self.verify,
+                dry_run: self.dry_run,
+                ..SourceConfig::default()
+            },
+            connect_timeout: duration("connect_timeout_ms", self.connect_timeout_ms)?,
+            max_bandwidth: Some(self.max_bandwidth_bytes_per_s).filter(|&rate| rate > 0),
+            ..SendOptions::default()
+        };
+        options.check().map_err(|error| error.to_string())?;
+        Ok((to, options))
+    }
+}
+
+/// A time in milliseconds.
+pub(crate) fn ms(time: Duration) -> f64 {
+    time.as_secs_f64() * 1000.0
+}
+
+/// Reads a time.
+pub(crate) fn duration(name: &str, ms: f64) -> Result<Duration, String> {
+    if !(0.0..=MAX_MS).contains(&ms) {
+        return Err(format!("\"{name}\" {ms}: give 0 to {MAX_MS:.0} milliseconds"));
+    }
+    Duration::try_from_secs_f64(ms / 1000.0).map_err(|error| format!("\"{name}\" {ms}: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn plan(value: serde_json::Value) -> Result<(Address, SendOptions), String> {
+        let params: MigrateParams = serde_json::from_value(value).map_err(|e| e.to_string())?;
+        params.plan()
+    }
+
+    #[test]
+    fn what_is_left_out_has_the_librarys_defaults() {
+        let (to, options) = plan(json!({"to": "tcp:there:1"})).unwrap();
+        assert_eq!(to.to_string(), "tcp:there:1");
+        assert_eq!(format!("{options:?}"), format!("{:?}", SendOptions::default()));
+    }
+
+    #[test]
+    fn every_setting_goes_there_and_comes_back() {
+        let options = SendOptions {
+            source: SourceConfig {
+                skip: SkipSet {
+                    zero: false,
+                    ..SkipSet::ALL
+                },
+                ask: Ask::Never,
+                hint_timeout: Duration::from_micros(1500),
+                streams: 7,
+                downtime_limit: Duration::from_millis(42),
+                timeout: Duration::from_secs(9),
+                on_timeout: OnTimeout::Stop,
+                peer_timeout: Duration::from_secs(3),
+                verify: true,
+                dry_run: true,
+                ..SourceConfig::default()
+            },
+            connect_timeout: Duration::from_secs(4),
+            max_bandwidth: Some(1 << 40),
+            ..SendOptions::default()
+        };
+        let params = MigrateParams::of("unix:/x".to_owned(), &options);
+        let (_, back) = plan(serde_json::to_value(params).unwrap()).unwrap();
+        assert_eq!(format!("{back:?}"), format!("{options:?}"));
+    }
+
+    #[test]
+    fn nonsense_is_refused_by_name() {
+        for (params, word) in [
+            (json!({}), "\"to\""),
+            (json!({"to": "there"}), "tcp:HOST:PORT"),
+            (json!({"to": "tcp:h:1", "streams": 0}), "0 data streams"),
+            (json!({"to": "tcp:h:1", "streams": 65}), "65 data streams"),
+            (json!({"to": "tcp:h:1", "timeout_ms": -1}), "timeout_ms"),
+            (json!({"to": "tcp:h:1", "hint_timeout_ms": 1e300}), "hint_timeout_ms"),
+            (json!({"to": "tcp:h:1", "peer_timeout_ms": 0}), "peer_timeout_ms"),
+            (json!({"to": "tcp:h:1", "skip": ["all"]}), "all"),
+            (json!({"to": "tcp:h:1", "ask": "maybe"}), "maybe"),
+            (json!({"to": "tcp:h:1", "speed": 1}), "speed"),
+        ] {
+            let error = plan(params).unwrap_err();
+            assert!(error.contains(word), "{word}: {error}");
+        }
+    }
+}
