@@ -136,12 +136,17 @@ impl Control {
         state.wanted = Wanted::Run;
         state.resumes += 1;
         self.changed.notify_all();
-        let all_went = |state: &State| {
-            let went = |member: &Member| member.seen == state.resumes || member.place == Place::Gone;
-            state.members.iter().all(went)
+        let left = |state: &State| {
+            let left = |member: &Member| member.seen != state.resumes;
+            state
+                .members
+                .iter()
+                .any(|member| left(member) && member.place != Place::Gone)
         };
-        let state = self.wait(state, |state| !all_went(state));
-        let gone = state.check_threads();
+        let state = self.wait(state, left);
+        // One that went and is gone by now has ended the guest, and says why there.
+        let went = state.members.iter().all(|member| member.seen == state.resumes);
+        let gone = if went { Ok(()) } else { state.check_threads() };
         drop(state);
         if gone.is_err() {
             self.pause();

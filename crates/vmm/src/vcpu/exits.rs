@@ -125,7 +125,7 @@ fn emulation(vcpu: u32, fd: &VcpuFd, error: InternalError, memory: &GuestMemory)
 }
 
 /// The bytes where the vCPU is, as far as they are in RAM.
-fn instruction_at(fd: &VcpuFd, memory: &GuestMemory) -> Vec<u8> {
+pub(super) fn instruction_at(fd: &VcpuFd, memory: &GuestMemory) -> Vec<u8> {
     let mut found = Vec::new();
     let (Ok(regs), Ok(sregs)) = (fd.get_regs(), fd.get_sregs()) else {
         return found;
