@@ -111,6 +111,15 @@ pub enum Error {
         #[source]
         source: BitmapError,
     },
+    /// KVM wrote over entries of a ring that nobody had read.
+    #[error(
+        "this host's KVM has overrun the dirty ring of vCPU {vcpu}: which pages it wrote is not known any more; track writes in \
+         another way"
+    )]
+    RingOverrun {
+        /// The vCPU.
+        vcpu: u32,
+    },
     /// KVM named a page that its slot does not have.
     #[error("the dirty ring of vCPU {vcpu} names page {offset} of memory slot {slot}, which has {pages}")]
     RingEntry {

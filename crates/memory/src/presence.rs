@@ -3,6 +3,9 @@
 //! For private memory our page table tells all: an entry stays until it is discarded, swapped out or not. For shared
 //! memory it does not: what was reclaimed, split off a huge page, or put into the file by others has no entry, so every
 //! gap is looked up in the file (`SEEK_DATA`). A gap costs a system call, a resident stretch none.
+//!
+//! A kernel older than 6.7 has no `PAGEMAP_SCAN`: then the words of `/proc/self/pagemap` are read, 8 bytes a page of RAM. They
+//! do not tell the zero page from memory of its own, so what was only ever read counts as present, too.
 
 use crate::error::{Error, Result};
 use crate::ram::GuestMemory;
@@ -67,11 +70,21 @@ impl GuestMemory {
             return Ok(None);
         };
         let mut runs = Vec::new();
-        // An old kernel lacks the ioctl: not an error, just not known.
-        match self.scan(pagemap, range, self.wanted(), &mut |run| runs.push(run)) {
-            Ok(()) => Ok(Some(runs)),
-            Err(_) => Ok(None),
+        if self
+            .scan(pagemap, range, self.wanted(), &mut |run| runs.push(run))
+            .is_ok()
+        {
+            return Ok(Some(runs));
         }
+        // An old kernel lacks the ioctl: not an error. What a file has is asked of the file.
+        if self.storage.file.is_some() {
+            return Ok(None);
+        }
+        runs.clear();
+        Ok(self
+            .words_in(pagemap, range, &mut |run| runs.push(run))
+            .is_ok()
+            .then_some(runs))
     }
 
     /// Scans `range` (of one region), in page frame numbers.
@@ -127,32 +140,46 @@ impl GuestMemory {
     }
 
     fn by_words(&self) -> Result<PageSet> {
+        let pagemap = self.pagemap()?;
+        let mut found = PageSet::empty(&self.layout);
+        for region in self.layout.regions() {
+            self.words_in(pagemap, *region, &mut |run| {
+                found.insert_range(run);
+            })?;
+        }
+        Ok(found)
+    }
+
+    /// Calls `each` with the runs of `range` (of one region) that our page table has by its words, ascending.
+    fn words_in(&self, pagemap: &Pagemap, range: PageRange, each: &mut dyn FnMut(PageRange)) -> Result<()> {
         /// Present; swapped.
         const HAS_PAGE: u64 = 1 << 63 | 1 << 62;
         /// Of a file or shared memory. A marker is "swapped", but not this.
         const OF_FILE: u64 = 1 << 61;
-        let pagemap = self.pagemap()?;
-        let mut found = PageSet::empty(&self.layout);
-        let mut words = vec![0u64; WORDS];
-        for region in self.layout.regions() {
-            let mut rest = *region;
-            while !rest.is_empty() {
-                let (part, tail) = rest.split_at(WORDS as u64);
-                let words = &mut words[..size(part.count())];
-                let addr = self.place(part)?.addr;
-                pagemap
-                    .words(addr, words)
-                    .map_err(|e| Error::sys(format!("reading /proc/self/pagemap for pages {part}"), e))?;
-                for (i, word) in words.iter().enumerate() {
-                    let marker = self.storage.file.is_some() && word & OF_FILE == 0;
-                    if word & HAS_PAGE != 0 && !marker {
-                        found.insert(Pfn(part.start().0 + i as u64));
-                    }
+        let mut words = vec![0u64; size(range.count()).min(WORDS)];
+        let mut open: Option<Pfn> = None;
+        let mut rest = range;
+        while !rest.is_empty() {
+            let (part, tail) = rest.split_at(WORDS as u64);
+            let words = &mut words[..size(part.count())];
+            let addr = self.place(part)?.addr;
+            pagemap
+                .words(addr, words)
+                .map_err(|e| Error::sys(format!("reading /proc/self/pagemap for pages {part}"), e))?;
+            for (at, word) in (part.start().0..).map(Pfn).zip(words.iter()) {
+                let marker = self.storage.file.is_some() && word & OF_FILE == 0;
+                if word & HAS_PAGE != 0 && !marker {
+                    open.get_or_insert(at);
+                } else if let Some(start) = open.take() {
+                    each(PageRange::between(start, at));
                 }
-                rest = tail;
             }
+            rest = tail;
         }
-        Ok(found)
+        if let Some(start) = open {
+            each(PageRange::between(start, range.end()));
+        }
+        Ok(())
     }
 
     /// Adds what the file has in the gaps of `found`.
@@ -218,7 +245,7 @@ impl GuestMemory {
         };
         match (truth, known) {
             (true, true) => return Ok(gaps),
-            (true, false) => return Ok(Vec::new()),
+            (true, false) => return Ok(self.lacking_words_in(range)),
             (false, true) => {}
             // An old kernel: all of it is looked up in the file.
             (false, false) => gaps = vec![range],
@@ -236,6 +263,20 @@ impl GuestMemory {
         Ok(holes)
     }
 
+    /// The runs of `range` that our page table lacks by its words; none where it cannot be read.
+    fn lacking_words_in(&self, range: PageRange) -> Vec<PageRange> {
+        let (mut gaps, mut at) = (Vec::new(), range.start());
+        let mut add = |run: PageRange| {
+            gaps.extend(Some(PageRange::between(at, run.start())).filter(|gap| !gap.is_empty()));
+            at = run.end();
+        };
+        let read = self
+            .pagemap()
+            .and_then(|pagemap| self.words_in(pagemap, range, &mut add));
+        add(PageRange::between(range.end(), range.end()));
+        if read.is_ok() { gaps } else { Vec::new() }
+    }
+
     fn file_data_in(&self, gap: PageRange, all: &mut impl Extend<PageRange>) -> Result<()> {
         let place = self.place(gap)?;
         self.check_length(gap, place)?;
@@ -247,5 +288,71 @@ impl GuestMemory {
             at = hole;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Backing;
+    use machine::{GuestRam, PageKind};
+    use pages::Layout;
+    use std::sync::Arc;
+
+    fn r(start: u64, count: u64) -> PageRange {
+        PageRange::new(Pfn(start), count).unwrap()
+    }
+
+    /// Runs of data, as classified; the digest; the runs with memory and the holes.
+    fn looked_at(memory: &GuestMemory) -> (Vec<PageRange>, u128, Vec<PageRange>, Vec<PageRange>) {
+        let (mut data, mut digest) = (Vec::new(), 0u128);
+        let (mut runs, mut holes) = (Vec::new(), Vec::new());
+        for region in memory.layout().regions() {
+            memory
+                .classify(*region, &mut |run, kind| {
+                    data.extend(Some(run).filter(|_| kind == PageKind::Data))
+                })
+                .unwrap();
+            digest = digest.wrapping_add(memory.digest(*region).unwrap());
+            runs.extend(memory.present_runs(*region).unwrap());
+            holes.extend(memory.holes_in(*region).unwrap());
+        }
+        (data, digest, runs, holes)
+    }
+
+    /// A load from a hole leaves the zero page there, which the words count as present.
+    #[test]
+    fn a_kernel_without_pagemap_scan_does_not_read_what_was_never_touched() {
+        // More than is looked up at a time, and ends that are no multiples of anything.
+        let layout = Arc::new(Layout::new(vec![r(3, 300_003), r(400_000, 1541)]).unwrap());
+        for backing in [Backing::Anonymous, Backing::Memfd] {
+            let memory = GuestMemory::new(layout.clone(), &backing).unwrap();
+            // No huge pages, for exact sets: the first and last pages, and those about a border of what is read at a time.
+            for region in layout.regions() {
+                let place = memory.place(*region).unwrap();
+                crate::sys::map::advise(place.addr, region.bytes(), libc::MADV_NOHUGEPAGE).unwrap();
+            }
+            let written = [3, 4, 262_146, 262_147, 300_005, 400_000, 401_540];
+            for pfn in written {
+                memory.write(pfn * 4096, &[1]).unwrap();
+            }
+            let with_scan = looked_at(&memory);
+            let expected = [r(3, 2), r(262_146, 2), r(300_005, 1), r(400_000, 1), r(401_540, 1)];
+            assert_eq!(with_scan.0, expected);
+            memory.pagemap.as_ref().unwrap().without_scan();
+            assert!(memory.present_by(Presence::PagemapScan).is_err());
+            assert_eq!(looked_at(&memory), with_scan, "{backing:?}");
+            memory.zero(r(1000, 10_000)).unwrap();
+            assert_eq!(
+                memory.present().unwrap().runs().collect::<Vec<_>>(),
+                expected,
+                "{backing:?}"
+            );
+            assert_eq!(
+                memory.present_by(Presence::PagemapFile).unwrap().count(),
+                7,
+                "{backing:?}"
+            );
+        }
     }
 }

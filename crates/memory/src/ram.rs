@@ -34,7 +34,7 @@ pub struct GuestMemory {
     /// All of it was populated, and nothing was given back since.
     pub(crate) populated: AtomicBool,
     /// The trackers' logs of writes that they would not see.
-    logs: Arc<WriteLogs>,
+    pub(crate) logs: Arc<WriteLogs>,
 }
 
 /// The mapping of one region.

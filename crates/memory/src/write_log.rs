@@ -202,3 +202,118 @@ impl<'m> Bitmap for MarksFrom<'m> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Backing, GuestMemory};
+    use std::sync::atomic::AtomicU64;
+    use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, VolatileMemory};
+
+    fn r(start: u64, count: u64) -> PageRange {
+        PageRange::new(Pfn(start), count).unwrap()
+    }
+
+    fn memory() -> GuestMemory {
+        let layout = Arc::new(Layout::new(vec![r(0, 67), r(100, 67)]).unwrap());
+        GuestMemory::new(layout, &Backing::Anonymous).unwrap()
+    }
+
+    fn noted(log: &WriteLog) -> Vec<PageRange> {
+        let mut pages = pages::PageSet::empty(log.pages().layout());
+        log.pages().take(&mut pages);
+        pages.runs().collect()
+    }
+
+    #[test]
+    fn case_21_every_write_through_vm_memory_is_noted_where_it_lands() {
+        let memory = memory();
+        let log = memory.write_log();
+        log.listen().unwrap();
+        let vm = memory.vm_memory();
+        vm.write_slice(&[1; 2], GuestAddress(3 * 4096 + 4095)).unwrap();
+        vm.write_obj(1u64, GuestAddress(66 * 4096 + 4088)).unwrap();
+        assert_eq!(noted(&log), [r(3, 2), r(66, 1)]);
+        // By a slice of a slice of the second region, up to its last byte.
+        let region = vm.find_region(GuestAddress(100 * 4096)).unwrap();
+        let slice = region.as_volatile_slice().unwrap();
+        let part = slice.subslice(65 * 4096, 2 * 4096).unwrap();
+        part.get_ref::<u8>(4096 + 4095).unwrap().store(1);
+        part.offset(4096 - 8).unwrap().copy_from(&[1u8; 8]);
+        assert_eq!(noted(&log), [r(165, 2)]);
+        assert!(!region.bitmap().dirty_at(0));
+        region.bitmap().mark_dirty(0, 1);
+        region.bitmap().slice_at(4096).mark_dirty(4095, 0);
+        assert!(region.bitmap().dirty_at(4095) && region.bitmap().slice_at(100).dirty_at(0));
+        assert!(!region.bitmap().dirty_at(4096));
+        assert_eq!(noted(&log), [r(100, 1)]);
+        // What is told of past the region's end is not the next one's, nor anybody's.
+        vm.find_region(GuestAddress(0))
+            .unwrap()
+            .bitmap()
+            .mark_dirty(66 * 4096, usize::MAX);
+        assert_eq!(noted(&log), [r(66, 1)]);
+    }
+
+    #[test]
+    fn each_log_hears_what_it_wants() {
+        let memory = memory();
+        let (discards, writes) = (memory.write_log(), memory.write_log());
+        writes.listen().unwrap();
+        writes.listen().unwrap();
+        memory.write(0, &[1]).unwrap();
+        memory.discard(r(5, 1)).unwrap();
+        assert_eq!(
+            (noted(&discards), noted(&writes)),
+            (vec![r(5, 1)], vec![r(0, 1), r(5, 1)])
+        );
+        writes.ignore();
+        writes.ignore();
+        memory.write(0, &[1]).unwrap();
+        memory.discard(r(5, 1)).unwrap();
+        assert_eq!((noted(&discards), noted(&writes)), (vec![r(5, 1)], vec![r(5, 1)]));
+        // One that is gone while it listened leaves nobody listening.
+        writes.listen().unwrap();
+        drop(writes);
+        assert_eq!(memory.logs.listening.load(Ordering::Relaxed), 0);
+        memory.discard(r(6, 1)).unwrap();
+        assert_eq!(noted(&discards), [r(6, 1)]);
+    }
+
+    /// A write whose writer saw nobody listening must be seen by whoever began to listen.
+    #[test]
+    fn a_write_is_noted_or_was_there_before() {
+        const TURNS: u64 = 20_000;
+        let memory = memory();
+        let log = memory.write_log();
+        let vm = memory.vm_memory();
+        let (turn, written) = (AtomicU64::new(0), AtomicU64::new(0));
+        let wait = |for_turn: &AtomicU64, i: u64| {
+            while for_turn.load(Ordering::Acquire) < i {
+                std::hint::spin_loop();
+            }
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for i in 1..=TURNS {
+                    wait(&turn, i);
+                    vm.store(i, GuestAddress(0), Ordering::Relaxed).unwrap();
+                    written.store(i, Ordering::Release);
+                }
+            });
+            for i in 1..=TURNS {
+                turn.store(i, Ordering::Release);
+                // The two meet at another point each time.
+                for _ in 0..i % 64 {
+                    std::hint::spin_loop();
+                }
+                log.listen().unwrap();
+                let seen: u64 = vm.load(GuestAddress(0), Ordering::Relaxed).unwrap();
+                wait(&written, i);
+                let noted = noted(&log);
+                log.ignore();
+                assert!(seen == i || noted == [r(0, 1)], "write {i} was neither seen nor noted");
+            }
+        });
+    }
+}

@@ -4,15 +4,19 @@
 
 mod common;
 
+use common::kvm::Guest;
 use common::{Kind, Ram, Random, all_pages, odd, page, r, ram};
 use machine::{DirtyTracker, GuestRam};
-use memory::trackers::{BitmapTracker, DirtyMarker, NullTracker, UffdTracker, Unpopulated};
+use memory::trackers::{
+    BitmapTracker, DirtyMarker, KvmLogTracker, KvmManualTracker, KvmRingTracker, NullTracker, UffdTracker, Unpopulated,
+};
 use memory::{Backing, GuestMemory};
 use pages::{Layout, PageRange, PageSet, Pfn};
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use vm_memory::{Bytes, GuestAddress};
 
 #[derive(Clone, Copy, Debug)]
 enum Tracker {
@@ -21,6 +25,9 @@ enum Tracker {
     Uffd,
     /// With markers everywhere.
     UffdProtect,
+    KvmLog,
+    KvmManual,
+    KvmRing,
 }
 
 /// A tracker, the memory it watches, and the one who writes it.
@@ -30,16 +37,47 @@ struct Rig {
     writer: Writer,
 }
 
-/// Writes guest memory as a VMM does: marking what it wrote, if its tracker wants that.
-#[derive(Clone)]
+/// Writes guest memory as a VMM does: marking what it wrote, if its tracker wants that. Where there is a guest, its vCPU and
+/// the VMM's devices take turns.
 struct Writer {
     memory: Arc<GuestMemory>,
     marker: Option<DirtyMarker>,
+    vcpu: Option<Vcpu>,
+    turn: AtomicU64,
+}
+
+/// A vCPU for a writer of its own.
+struct Vcpu {
+    guest: Arc<Guest>,
+    index: usize,
+    used: Arc<AtomicUsize>,
+}
+
+impl Clone for Writer {
+    fn clone(&self) -> Self {
+        let another = |vcpu: &Vcpu| Vcpu {
+            guest: Arc::clone(&vcpu.guest),
+            index: vcpu.used.fetch_add(1, Ordering::Relaxed),
+            used: Arc::clone(&vcpu.used),
+        };
+        Writer {
+            memory: Arc::clone(&self.memory),
+            marker: self.marker.clone(),
+            vcpu: self.vcpu.as_ref().map(another),
+            turn: AtomicU64::new(0),
+        }
+    }
 }
 
 impl Writer {
     fn write(&self, pfn: Pfn, at: u64, value: u64) {
-        self.memory.write(pfn.0 * 4096 + at, &value.to_le_bytes()).unwrap();
+        let address = pfn.0 * 4096 + at;
+        let device = || self.memory.vm_memory().write_obj(value, GuestAddress(address)).unwrap();
+        match (&self.vcpu, self.turn.fetch_add(1, Ordering::Relaxed) % 4) {
+            (Some(vcpu), 0 | 2) => vcpu.guest.write(vcpu.index, address, value),
+            (_, 3) => device(),
+            _ => self.memory.write(address, &value.to_le_bytes()).unwrap(),
+        }
         self.mark(page(pfn.0));
     }
 
@@ -67,22 +105,40 @@ impl Rig {
     fn new(kind: Kind, tracker: Tracker, layout: &Arc<Layout>) -> Option<Rig> {
         let ram = ram(kind, layout)?;
         let memory = Arc::clone(&ram.memory);
-        let (tracker, marker): (Box<dyn DirtyTracker>, _) = match tracker {
+        let (mut marker, mut vcpu) = (None, None);
+        let mut guest = |ring: bool| {
+            let guest = Guest::new(&format!("{tracker:?}"), &memory, 3, ring)?;
+            vcpu = Some(Vcpu {
+                guest: Arc::clone(&guest),
+                index: 0,
+                used: Arc::new(AtomicUsize::new(1)),
+            });
+            Some(guest)
+        };
+        let tracker: Box<dyn DirtyTracker> = match tracker {
             Tracker::Bitmap => {
                 let tracker = BitmapTracker::new(layout);
-                let marker = tracker.marker();
-                (Box::new(tracker), Some(marker))
+                marker = Some(tracker.marker());
+                Box::new(tracker)
             }
-            Tracker::Uffd => (Box::new(UffdTracker::new(&memory).unwrap()), None),
-            Tracker::UffdProtect => {
-                let tracker = UffdTracker::with_unpopulated(&memory, Unpopulated::Protect).unwrap();
-                (Box::new(tracker), None)
+            Tracker::Uffd => Box::new(UffdTracker::new(&memory).unwrap()),
+            Tracker::UffdProtect => Box::new(UffdTracker::with_unpopulated(&memory, Unpopulated::Protect).unwrap()),
+            Tracker::KvmLog => Box::new(KvmLogTracker::new(&guest(false)?.slots)),
+            Tracker::KvmManual => Box::new(KvmManualTracker::new(&guest(false)?.slots).unwrap()),
+            Tracker::KvmRing => {
+                let guest = guest(true)?;
+                Box::new(KvmRingTracker::new(&guest.slots, guest.ring.as_ref()?).unwrap())
             }
         };
         Some(Rig {
             ram,
             tracker,
-            writer: Writer { memory, marker },
+            writer: Writer {
+                memory,
+                marker,
+                vcpu,
+                turn: AtomicU64::new(0),
+            },
         })
     }
 
@@ -340,6 +396,10 @@ suite! {
     uffd_memfd_protect: Kind::Memfd, Tracker::UffdProtect;
     uffd_tmpfs: Kind::Tmpfs, Tracker::Uffd;
     uffd_disk: Kind::Disk, Tracker::Uffd;
+    kvm_log: Kind::Anonymous, Tracker::KvmLog;
+    kvm_manual: Kind::Anonymous, Tracker::KvmManual;
+    kvm_manual_memfd: Kind::Memfd, Tracker::KvmManual;
+    kvm_ring: Kind::Anonymous, Tracker::KvmRing;
 }
 
 // A file's huge page is mapped whole again after it was split, so a write may count for 512 pages there: the tests that

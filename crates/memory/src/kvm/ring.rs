@@ -7,6 +7,10 @@
 //! A ring that is full ends `KVM_RUN`; the vCPU's thread empties it by itself ([`KvmRing::on_full`]) and keeps the pages for
 //! the next harvest.
 //!
+//! KVM keeps some entries of a ring in reserve and never fills it. Should a ring be found full all the same, then KVM wrote over
+//! entries that nobody had read, and no longer agrees with us on which is the next: nothing more can be said of what its vCPU
+//! wrote, and every harvest fails from then on. (Seen on a KVM that emulates instructions, many at a time.)
+//!
 //! On hosts whose processor logs pages by itself (Intel's PML) an entry shows up when its vCPU leaves the guest at the
 //! latest. A page may so be in a later harvest than it could be; none is missing once the vCPUs are paused.
 
@@ -44,6 +48,8 @@ struct Ring {
     map: RingMap,
     /// The entry to read next, counted on and on.
     next: u32,
+    /// KVM has overrun it.
+    overrun: bool,
 }
 
 impl KvmRing {
@@ -88,6 +94,7 @@ impl KvmRing {
             vcpu: index,
             map,
             next: 0,
+            overrun: false,
         });
         Ok(())
     }
@@ -96,9 +103,14 @@ impl KvmRing {
     /// are in the next harvest. Waits at most for a harvest that is under way.
     ///
     /// # Errors
-    /// KVM does not take the entries back: the vCPU cannot run on.
+    /// KVM does not take the entries back, or has overrun a ring: the vCPU cannot run on.
     pub fn on_full(&self) -> Result<()> {
-        self.collect(&mut self.lock())
+        let mut state = self.lock();
+        let taken = self.collect(&mut state)?;
+        match state.overrun() {
+            Some(error) if taken == 0 => Err(error),
+            _ => Ok(()),
+        }
     }
 
     /// Has entries of the slots of `slots` read from now on.
@@ -119,7 +131,7 @@ impl KvmRing {
     pub(crate) fn harvest(&self) -> Result<Option<PageSet>> {
         let mut state = self.lock();
         self.collect(&mut state)?;
-        if let Some(error) = state.wrong.take() {
+        if let Some(error) = state.overrun().or(state.wrong.take()) {
             return Err(error);
         }
         Ok(state.pages.as_mut().map(|(slots, pages)| {
@@ -148,24 +160,32 @@ impl KvmRing {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads all rings and has their entries reset.
-    fn collect(&self, state: &mut State) -> Result<()> {
+    /// Reads all rings and has their entries reset. How many KVM took back.
+    fn collect(&self, state: &mut State) -> Result<u32> {
         let State { rings, pages, wrong } = state;
         for ring in rings {
             // A full ring and no more, or a guest that writes as fast as we read would keep us here.
-            for _ in 0..self.entries {
-                let Some((slot, offset)) = ring.map.take(ring.next) else {
-                    break;
-                };
+            let mut read = 0;
+            while read < self.entries
+                && let Some((slot, offset)) = ring.map.take(ring.next)
+            {
+                read += 1;
                 ring.next = ring.next.wrapping_add(1);
                 if let Some((slots, pages)) = pages {
                     let added = add_entry(slots, pages, ring.vcpu, slot, offset);
                     *wrong = wrong.take().or(added.err());
                 }
             }
+            ring.overrun |= read == self.entries;
         }
-        kvm::reset_dirty_rings(&self.vm).map_err(|e| Error::sys("resetting the dirty rings", e))?;
-        Ok(())
+        kvm::reset_dirty_rings(&self.vm).map_err(|e| Error::sys("resetting the dirty rings", e))
+    }
+}
+
+impl State {
+    fn overrun(&self) -> Option<Error> {
+        let ring = self.rings.iter().find(|ring| ring.overrun)?;
+        Some(Error::RingOverrun { vcpu: ring.vcpu })
     }
 }
 
@@ -185,4 +205,115 @@ fn add_entry(slots: &KvmSlots, pages: &mut PageSet, vcpu: u32, slot: u32, offset
     }
     pages.insert(Pfn(range.start().0 + offset));
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Backing, GuestMemory};
+    use pages::Layout;
+
+    fn r(start: u64, count: u64) -> PageRange {
+        PageRange::new(Pfn(start), count).unwrap()
+    }
+
+    /// Rings of our own beside a VM that has none to reset.
+    fn ring(rings: u32) -> Option<(Arc<KvmRing>, Arc<KvmSlots>)> {
+        let vm = match kvm_ioctls::Kvm::new().and_then(|kvm| kvm.create_vm()) {
+            Ok(vm) => Arc::new(vm),
+            Err(e) => {
+                eprintln!("\n*** SKIPPED: the ring's protocol: /dev/kvm: {e} ***\n");
+                return None;
+            }
+        };
+        let layout = Arc::new(Layout::new(vec![r(0, 131), r(1000, 67)]).unwrap());
+        let memory = Arc::new(GuestMemory::new(layout, &Backing::Anonymous).unwrap());
+        let slots = KvmSlots::register(&vm, &memory).unwrap();
+        let ring = (8..=16).find_map(|bits| KvmRing::enable(&vm, 1 << bits).ok());
+        let Some(ring) = ring else {
+            eprintln!("\n*** SKIPPED: the ring's protocol: this host's KVM has no dirty ring ***\n");
+            return None;
+        };
+        ring.attach(&slots);
+        let state = |vcpu| Ring {
+            vcpu,
+            map: RingMap::of_our_own(ring.entries),
+            next: 0,
+            overrun: false,
+        };
+        ring.lock().rings = (0..rings).map(state).collect();
+        Some((ring, slots))
+    }
+
+    fn pages(ring: &KvmRing) -> Vec<PageRange> {
+        ring.harvest().unwrap().unwrap().runs().collect()
+    }
+
+    #[test]
+    fn entries_are_read_in_order_up_to_one_that_is_not_filled_and_marked_as_read() {
+        let Some((ring, _slots)) = ring(2) else { return };
+        let entries = ring.entries;
+        // Counted on past 32 bits.
+        for state in &mut ring.lock().rings {
+            state.next = 0u32.wrapping_sub(2);
+        }
+        let fill = |of: usize, at: u32, flags: u32, slot: u32, offset: u64| {
+            ring.lock().rings[of].map.fill(at, flags, slot, offset);
+        };
+        fill(0, entries - 2, 1, 0, 130);
+        fill(0, entries - 1, 1, 1, 66);
+        fill(0, 0, 1, 0, 3);
+        // Read already; that it still says so is KVM's to change. What comes after is of the lap before.
+        fill(0, 1, 2, 0, 50);
+        fill(0, 2, 1, 0, 51);
+        fill(1, entries - 2, 1, 0, 4);
+        assert_eq!(pages(&ring), [r(3, 2), r(130, 1), r(1066, 1)]);
+        let flags = |of: usize, at: u32| ring.lock().rings[of].map.entry(at).flags;
+        assert_eq!(
+            [entries - 2, entries - 1, 0, 1, 2].map(|at| flags(0, at)),
+            [2, 2, 2, 2, 1]
+        );
+        assert_eq!([entries - 2, entries - 1].map(|at| flags(1, at)), [2, 0]);
+        assert!(pages(&ring).is_empty());
+    }
+
+    #[test]
+    fn an_entry_that_names_no_page_fails_the_harvest_and_nothing_else_is_lost() {
+        let Some((ring, _slots)) = ring(1) else { return };
+        let entry = |at: u32, slot: u32, offset: u64| ring.lock().rings[0].map.fill(at, 1, slot, offset);
+        entry(0, 0, 5);
+        entry(1, 0, 131);
+        entry(2, 1, u64::MAX);
+        // Not our slots: past the last, and in the address space of system management mode.
+        entry(3, 2, 0);
+        entry(4, 1 << 16, 0);
+        entry(5, 1, 0);
+        // A vCPU is none the worse for it.
+        ring.on_full().unwrap();
+        let text = ring.harvest().unwrap_err().to_string();
+        assert!(
+            text.contains("vCPU 0 names page 131 of memory slot 0, which has 131"),
+            "{text}"
+        );
+        assert_eq!(pages(&ring), [r(5, 1), r(1000, 1)]);
+    }
+
+    #[test]
+    fn a_ring_that_was_overrun_fails_every_harvest() {
+        let Some((ring, slots)) = ring(2) else { return };
+        for at in 0..ring.entries - 1 {
+            ring.lock().rings[1].map.fill(at, 1, 0, u64::from(at % 131));
+        }
+        assert_eq!(pages(&ring), [r(0, 131)], "a ring with room left is none");
+        for at in 0..ring.entries {
+            ring.lock().rings[1].map.fill(at, 1, 0, 0);
+        }
+        for _ in 0..2 {
+            let text = ring.harvest().unwrap_err().to_string();
+            assert!(text.contains("vCPU 1"), "{text}");
+            assert!(ring.on_full().is_err(), "its vCPU would come back for ever");
+        }
+        let mut tracker = crate::trackers::KvmRingTracker::new(&slots, &ring).unwrap();
+        assert!(machine::DirtyTracker::start(&mut tracker).is_err());
+    }
 }

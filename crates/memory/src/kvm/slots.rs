@@ -206,3 +206,94 @@ fn add_bits(slot: u32, pages: PageRange, words: &[u64], dirty: &mut PageSet) -> 
     dirty.insert_bitmap(pages.start(), &bytes);
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Backing;
+    use crate::kvm::capabilities;
+    use pages::{Layout, Pfn};
+
+    fn r(start: u64, count: u64) -> PageRange {
+        PageRange::new(Pfn(start), count).unwrap()
+    }
+
+    fn layout() -> Arc<Layout> {
+        Arc::new(Layout::new(vec![r(0, 131), r(131, 67), r(1000, 16_384 + 67)]).unwrap())
+    }
+
+    #[test]
+    fn case_23_clearing_parts_of_a_slot_clears_only_those_bits() {
+        let vm = match kvm_ioctls::Kvm::new().and_then(|kvm| kvm.create_vm()) {
+            Ok(vm) => Arc::new(vm),
+            Err(e) => return eprintln!("\n*** SKIPPED: case_23: /dev/kvm: {e} ***\n"),
+        };
+        if !capabilities(&vm).initially_set {
+            return eprintln!("\n*** SKIPPED: case_23: this host's KVM has no log that is initially all set ***\n");
+        }
+        let memory = Arc::new(GuestMemory::new(layout(), &Backing::Anonymous).unwrap());
+        let slots = KvmSlots::register(&vm, &memory).unwrap();
+        kvm::set_manual_protect(&vm, 3).unwrap();
+        slots.start_logging().unwrap();
+        let mut expected = PageSet::full(memory.layout());
+        let check = |expected: &PageSet| {
+            let mut got = PageSet::empty(memory.layout());
+            for (slot, pages) in slots.all() {
+                slots.read_log(slot, pages, &mut got).unwrap();
+            }
+            assert_eq!(got, *expected);
+        };
+        check(&expected);
+        // In the middle; at the end, in a word that the slot does not fill; past the first chunk; and again.
+        for (slot, word, bits, cleared) in [
+            (0, 1, 0b1010u64, vec![65, 67]),
+            (0, 2, 0b100 | !0b111, vec![130]),
+            (0, 0, 1 << 63, vec![63]),
+            (2, 0, 1, vec![1000]),
+            (2, 256, 1, vec![1000 + 16_384]),
+            (2, 257, !0b11, vec![1000 + 16_384 + 66]),
+            (0, 1, 0b1010, vec![]),
+        ] {
+            let pages = slots.pages_of(slot).unwrap();
+            let mut words = vec![0; size(pages.count().div_ceil(64))];
+            words[word] = bits;
+            slots.clear_log(slot, pages, &words).unwrap();
+            for pfn in cleared {
+                assert!(expected.remove(Pfn(pfn)));
+            }
+            check(&expected);
+        }
+        slots.stop_logging().unwrap();
+    }
+
+    #[test]
+    fn case_28_a_bitmap_of_another_length_is_refused_and_bits_past_the_end_name_nothing() {
+        let layout = layout();
+        let mut dirty = PageSet::empty(&layout);
+        for wrong in [0, 2, 4] {
+            let text = add_bits(0, r(0, 131), &vec![u64::MAX; wrong], &mut dirty)
+                .unwrap_err()
+                .to_string();
+            assert!(
+                text.contains(" 24 bytes") && text.contains(&format!("has {}", wrong * 8)),
+                "{text}"
+            );
+        }
+        assert!(dirty.is_empty());
+        // Pages 131 and on are the next slot's.
+        add_bits(0, r(0, 131), &[1, 0, !0b11], &mut dirty).unwrap();
+        assert_eq!(dirty.runs().collect::<Vec<_>>(), [r(0, 1), r(130, 1)]);
+        let vm = match kvm_ioctls::Kvm::new().and_then(|kvm| kvm.create_vm()) {
+            Ok(vm) => Arc::new(vm),
+            Err(e) => return eprintln!("\n*** SKIPPED: case_28, its second half: /dev/kvm: {e} ***\n"),
+        };
+        let memory = Arc::new(GuestMemory::new(layout, &Backing::Anonymous).unwrap());
+        let slots = KvmSlots::register(&vm, &memory).unwrap();
+        for wrong in [2, 4] {
+            let error = slots.clear_log(0, r(0, 131), &vec![0; wrong]).unwrap_err();
+            assert!(matches!(error, Error::SlotBitmap { slot: 0, .. }), "{error}");
+            let error = kvm::clear_dirty_log(&vm, 0, 0, 131, &vec![0; wrong]).unwrap_err();
+            assert_eq!(error.kind(), std::io::ErrorKind::InvalidInput);
+        }
+    }
+}

@@ -138,6 +138,47 @@ impl RingMap {
         })
     }
 
+    /// A ring that no KVM writes.
+    #[cfg(test)]
+    pub(crate) fn of_our_own(entries: u32) -> Self {
+        let (bytes, flags) = (
+            size(u64::from(entries * GFN_BYTES)),
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+        );
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
+        let at = unsafe { libc::mmap(ptr::null_mut(), bytes, prot, flags, -1, 0) };
+        assert_ne!(at, libc::MAP_FAILED);
+        RingMap {
+            addr: at.expose_provenance(),
+            entries,
+        }
+    }
+
+    /// The entry at place `at`.
+    #[cfg(test)]
+    pub(crate) fn entry(&self, at: u32) -> kvm_dirty_gfn {
+        // SAFETY: as in take.
+        unsafe {
+            ptr::with_exposed_provenance::<kvm_dirty_gfn>(self.addr)
+                .add(at as usize)
+                .read_volatile()
+        }
+    }
+
+    /// Fills the entry at place `at`, as KVM does.
+    #[cfg(test)]
+    pub(crate) fn fill(&self, at: u32, flags: u32, slot: u32, offset: u64) {
+        assert!(at < self.entries);
+        let gfn = kvm_dirty_gfn { flags, slot, offset };
+        // SAFETY: as in take.
+        unsafe {
+            ptr::with_exposed_provenance_mut::<kvm_dirty_gfn>(self.addr)
+                .add(at as usize)
+                .write_volatile(gfn)
+        };
+    }
+
     /// Takes entry `index` (counted on and on, modulo the ring's size): the slot and the page in it; `None` if KVM has not
     /// filled it.
     pub(crate) fn take(&self, index: u32) -> Option<(u32, u64)> {

@@ -7,6 +7,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Not write-protected by userfaultfd.
 pub(crate) const WRITTEN: u64 = 1 << 1;
@@ -73,13 +74,22 @@ pub(crate) struct Wanted {
 #[derive(Debug)]
 pub(crate) struct Pagemap {
     file: File,
+    /// Whether the kernel has `PAGEMAP_SCAN`, as far as is known.
+    scans: AtomicBool,
 }
 
 impl Pagemap {
     pub(crate) fn open() -> io::Result<Self> {
         Ok(Pagemap {
             file: File::open("/proc/self/pagemap")?,
+            scans: AtomicBool::new(true),
         })
+    }
+
+    /// Does as if the kernel had no `PAGEMAP_SCAN`.
+    #[cfg(test)]
+    pub(crate) fn without_scan(&self) {
+        self.scans.store(false, Ordering::Relaxed);
     }
 
     /// Calls `each` with every stretch of wanted pages among `bytes` at `addr`, ascending. A scan that protects may tell
@@ -91,6 +101,9 @@ impl Pagemap {
         wanted: Wanted,
         each: &mut dyn FnMut(Stretch),
     ) -> io::Result<()> {
+        if !self.scans.load(Ordering::Relaxed) {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
         if bytes >> 12 <= SMALL_PAGES {
             return self.scan_into(&mut [Stretch::default(); FEW_STRETCHES], addr, bytes, wanted, each);
         }
@@ -128,7 +141,12 @@ impl Pagemap {
         while arg.start < end {
             // SAFETY: `arg` is a pm_scan_arg whose `vec` has room for `vec_len` entries. Write protection only changes
             // how later writes are noted, and the range is guest RAM.
-            let got = retry(|| unsafe { libc::ioctl(self.file.as_raw_fd(), PAGEMAP_SCAN, &raw mut arg) } as isize)?;
+            let got = retry(|| unsafe { libc::ioctl(self.file.as_raw_fd(), PAGEMAP_SCAN, &raw mut arg) } as isize)
+                .inspect_err(|e| {
+                    if e.raw_os_error() == Some(libc::ENOTTY) {
+                        self.scans.store(false, Ordering::Relaxed);
+                    }
+                })?;
             for stretch in found.iter().take(got) {
                 let start = if wanted.protect {
                     stretch.start

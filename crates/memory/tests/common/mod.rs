@@ -1,6 +1,8 @@
 //! What the tests of this crate share.
 #![allow(dead_code, clippy::unwrap_used, clippy::expect_used)]
 
+pub(crate) mod kvm;
+
 use memory::{Backing, GuestMemory};
 use pages::{Layout, PageRange, Pfn};
 use std::path::Path;
