@@ -118,12 +118,26 @@ fn input_comes_in_order_with_none_lost_however_slowly_it_is_taken() {
 }
 
 #[test]
+fn input_waits_while_the_device_hears_itself() {
+    let (rig, mut writer) = with_input();
+    rig.outb(MCR, 0x18);
+    writer.write_all(b"abc").unwrap();
+    std::thread::sleep(Duration::from_millis(20));
+    rig.outb(DATA, b'x');
+    assert_eq!(rig.take_input(1), b"x");
+    rig.outb(MCR, 0x08);
+    assert_eq!(rig.take_input(3), b"abc");
+    assert_eq!(rig.screen.text(), "", "what it says to itself is not printed");
+}
+
+#[test]
 fn input_that_the_guest_has_no_room_for_stays_with_who_types_it() {
     let (reader, mut writer) = io::pipe().unwrap();
     let mut rest = reader.try_clone().unwrap();
     let rig = Rig::parked(&ram(), None, Some(reader.into()));
     writer.write_all(&[7; 100]).unwrap();
-    // Parked: nothing is taken.
+    // Parked: nothing is taken, however long the thread had for it.
+    std::thread::sleep(Duration::from_millis(20));
     assert_eq!(rig.inb(LSR) & 1, 0);
     rig.board.start().unwrap();
     rig.wait_input();

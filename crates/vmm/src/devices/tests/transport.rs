@@ -75,6 +75,7 @@ fn status_goes_by_its_steps_and_back_only_by_a_reset() {
     assert!(!rig.board.balloon().unwrap().lock().is_active());
     device.write(VIRTIO_MMIO_STATUS, ACKNOWLEDGE | DRIVER);
     device.write(VIRTIO_MMIO_STATUS, DRIVER);
+    device.write(VIRTIO_MMIO_STATUS, VIRTIO_CONFIG_S_FAILED);
     assert_eq!(device.status(), ACKNOWLEDGE | DRIVER, "no bit is taken back");
     device.write(VIRTIO_MMIO_STATUS, ACKNOWLEDGE | DRIVER | VIRTIO_CONFIG_S_FAILED);
     device.write(
