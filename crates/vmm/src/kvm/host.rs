@@ -172,7 +172,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("kvm");
         let file = File::create(&path).unwrap();
-        file.set_permissions(std::fs::Permissions::from_mode(0)).unwrap();
+        file.set_permissions(std::fs::Permissions::from_mode(0o000)).unwrap();
         match Host::open(&path).unwrap_err() {
             Error::KvmPermission { path: told } => assert_eq!(told, path),
             // Root may open anything.

@@ -82,6 +82,22 @@ fn cpuid_offers_no_nested_virtualization() {
     assert_eq!(ecx & 1 << 2, 0, "SVM");
 }
 
+/// What a booted guest is given, its own host must be able to give again, or it could move nowhere.
+#[test]
+fn a_booted_guests_cpuid_is_covered_by_its_host() {
+    if !kvm("a_booted_guests_cpuid_is_covered_by_its_host") {
+        return;
+    }
+    let host = Host::open(Path::new(DEVICE)).unwrap().cpuid().unwrap();
+    for vcpus in [1, 2, 3, 64] {
+        for vcpu in [0, vcpus - 1] {
+            let guest = crate::boot::cpuid(&host, vcpu, vcpus).unwrap();
+            let lacking = lacking(|number, index| leaf(&guest, number, index), &host);
+            assert!(lacking.is_empty(), "vCPU {vcpu} of {vcpus}: {lacking:?}");
+        }
+    }
+}
+
 fn pic(vm: &Vm) -> Vec<u8> {
     let mut chip = kvm_irqchip {
         chip_id: KVM_IRQCHIP_PIC_MASTER,

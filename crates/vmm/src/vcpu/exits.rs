@@ -14,7 +14,7 @@ use pages::PAGE_BYTES;
 use std::sync::Arc;
 
 /// The longest instruction.
-const INSTRUCTION_BYTES: u64 = 15;
+const INSTRUCTION_BYTES: usize = 15;
 
 /// What comes after an exit.
 #[derive(Debug, PartialEq, Eq)]
@@ -43,11 +43,11 @@ pub(super) enum End {
 pub(super) fn serve(exit: VcpuExit<'_>, page: &RunPage, exits: &dyn Exits) -> After {
     match exit {
         VcpuExit::IoIn(port, data) => {
-            let one = access_bytes(page, data.len());
+            let one = access_bytes(page.port_access_bytes(), data.len());
             data.chunks_mut(one).for_each(|access| exits.port_read(port, access));
         }
         VcpuExit::IoOut(port, data) => {
-            let one = access_bytes(page, data.len());
+            let one = access_bytes(page.port_access_bytes(), data.len());
             data.chunks(one).for_each(|access| exits.port_write(port, access));
         }
         VcpuExit::MmioRead(address, data) => exits.memory_read(address, data),
@@ -63,9 +63,8 @@ pub(super) fn serve(exit: VcpuExit<'_>, page: &RunPage, exits: &dyn Exits) -> Af
     After::GoOn
 }
 
-/// Bytes of one access to a port: a string instruction makes several at once.
-fn access_bytes(page: &RunPage, all: usize) -> usize {
-    let one = page.port_access_bytes();
+/// Bytes of one access to a port, of `all` that came: a string instruction makes several at once.
+fn access_bytes(one: usize, all: usize) -> usize {
     if one == 0 || !all.is_multiple_of(one) {
         return all.max(1);
     }
@@ -134,24 +133,35 @@ pub(super) fn instruction_at(fd: &VcpuFd, memory: &GuestMemory) -> Vec<u8> {
     if sregs.cs.l == 0 {
         linear &= 0xffff_ffff;
     }
-    let mut left = INSTRUCTION_BYTES;
-    while left > 0 {
+    while found.len() < INSTRUCTION_BYTES {
         // A page at a time: the next one may lie elsewhere, or nowhere.
-        let here = left.min(PAGE_BYTES - linear % PAGE_BYTES);
+        let in_page = usize::try_from(PAGE_BYTES - linear % PAGE_BYTES).unwrap_or(1);
+        let mut bytes = vec![0; in_page.min(INSTRUCTION_BYTES - found.len())];
         let physical = match fd.translate_gva(linear) {
             Ok(translation) if translation.valid != 0 => translation.physical_address,
             _ => break,
         };
-        let mut bytes = [0; INSTRUCTION_BYTES as usize];
-        let Some(bytes) = usize::try_from(here).ok().and_then(|here| bytes.get_mut(..here)) else {
-            break;
-        };
-        if memory.read(physical, bytes).is_err() {
+        if memory.read(physical, &mut bytes).is_err() {
             break;
         }
-        found.extend_from_slice(bytes);
-        linear = linear.wrapping_add(here);
-        left -= here;
+        linear = linear.wrapping_add(bytes.len() as u64);
+        found.append(&mut bytes);
     }
     found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::access_bytes;
+
+    #[test]
+    fn several_accesses_at_once_are_told_apart() {
+        assert_eq!(access_bytes(2, 6), 2);
+        assert_eq!(access_bytes(4, 4), 4);
+        assert_eq!(access_bytes(1, 4096), 1);
+        // What makes no sense is one access, and never an endless or empty one.
+        assert_eq!(access_bytes(0, 4), 4);
+        assert_eq!(access_bytes(4, 6), 6);
+        assert_eq!(access_bytes(0, 0), 1);
+    }
 }

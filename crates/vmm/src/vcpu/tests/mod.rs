@@ -27,16 +27,25 @@ const COUNTERS: u64 = 0x2000;
 /// `inc dword [bx]; inc ecx; jmp` back.
 const COUNT: [u8; 7] = [0x66, 0xff, 0x07, 0x66, 0x41, 0xeb, 0xf9];
 
-/// Whether there is a KVM to test with; says so loudly if not.
-fn kvm(test: &str) -> bool {
-    match Host::open(std::path::Path::new(crate::kvm::DEVICE)) {
-        Ok(_) => true,
-        Err(error) => {
-            eprintln!("SKIPPED: {test}: {error}");
-            false
-        }
+/// Runs `test` if there is a KVM, and says loudly if not. It runs in a thread of its own: a hang is a failure, not a wait
+/// without end.
+fn on_kvm(name: &str, test: impl FnOnce() + Send + 'static) {
+    if let Err(error) = Host::open(std::path::Path::new(crate::kvm::DEVICE)) {
+        eprintln!("SKIPPED: {name}: {error}");
+        return;
+    }
+    let test = std::thread::spawn(test);
+    let started = Instant::now();
+    while !test.is_finished() {
+        assert!(started.elapsed() < PATIENCE * 5, "it hangs");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    if let Err(panic) = test.join() {
+        std::panic::resume_unwind(panic);
     }
 }
+
+type OnRead = Box<dyn Fn(u32) + Send>;
 
 /// Reads of anything give 1, 2, 3, ...; writes are noted.
 #[derive(Default)]
@@ -44,7 +53,7 @@ struct Counting {
     reads: AtomicU32,
     written: Mutex<Vec<(u64, Vec<u8>)>>,
     /// Called with the number of a read, before it is answered.
-    on_read: Mutex<Option<Box<dyn Fn(u32) + Send>>>,
+    on_read: Mutex<Option<OnRead>>,
 }
 
 impl Counting {
@@ -90,11 +99,11 @@ struct Guest {
 impl Guest {
     /// Nothing in it.
     fn empty(vcpus: u32) -> Guest {
-        Guest::with(vcpus, Tracking::Auto)
+        Guest::with(vcpus, RAM_END, Tracking::Auto)
     }
 
-    fn with(vcpus: u32, tracking: Tracking) -> Guest {
-        let layout = Arc::new(Layout::pc(RAM_END / pages::PAGE_BYTES).unwrap());
+    fn with(vcpus: u32, ram_bytes: u64, tracking: Tracking) -> Guest {
+        let layout = Arc::new(Layout::pc(ram_bytes / pages::PAGE_BYTES).unwrap());
         let ram = Arc::new(GuestMemory::new(layout, &Backing::Anonymous).unwrap());
         let vm = Vm::new(vcpus, &ram, tracking).unwrap();
         let cpuids = vec![vm.host_cpuid().unwrap(); vcpus as usize];
@@ -198,4 +207,15 @@ fn real_mode(index: usize, sregs: &mut kvm_sregs, regs: &mut kvm_regs) {
     regs.rflags = 2;
     regs.rsp = 0x7000;
     regs.rbx = COUNTERS + index as u64 * 0x1000;
+}
+
+/// 32-bit protected mode with flat segments and no interrupt table.
+fn flat(sregs: &mut kvm_sregs) {
+    sregs.cr0 |= 1;
+    sregs.idt.limit = 0;
+    for segment in [&mut sregs.cs, &mut sregs.ds, &mut sregs.es, &mut sregs.ss] {
+        (segment.base, segment.limit, segment.type_) = (0, 0xffff_ffff, 3);
+        (segment.s, segment.db, segment.g, segment.present) = (1, 1, 1, 1);
+    }
+    sregs.cs.type_ = 0xb;
 }
