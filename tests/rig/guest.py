@@ -19,6 +19,7 @@ _REPORT_LIMIT_S = 20
 _MIGRATE_LIMIT_S = 200
 _BEATS_AFTER = 20
 _TAIL_LINES = 25
+_CLOCK_SLACK = 1.1
 # Silence of a peer that digests 8 GiB in an emulator is not death.
 PATIENCE = ("--peer-timeout", "60s")
 
@@ -150,13 +151,17 @@ class Guest:
         """Sends the guest to the other host, and checks both reports."""
         receiver = self.receiver()
         words = (*words, "--verify") if verified else words
+        began = time.monotonic()
         sender = self.sender(*words)
         code = sender.wait(self._left(_MIGRATE_LIMIT_S), "the migration")
+        took_ms = (time.monotonic() - began) * 1000
         if code != 0:
             raise ScriptError(f"sending ended with {code}; {sender.told()}\n{receiver.told()}")
         to = self.pair.other(self.host)
         source = self._report(self.host, "/run/source.json", "source")
         hop = Hop(source, self._report(to, "/run/receiver.json", "receiver"))
+        if source["total_ms"] > took_ms * _CLOCK_SLACK:
+            raise ScriptError(f"it took {took_ms:.0f} ms, the report says {source['total_ms']:.0f}: a clock is wrong")
         progress(f"host {self.host.name} to host {to.name}: {reports.say(hop.source)}")
         self._refresh()
         self.host, self._job = to, receiver

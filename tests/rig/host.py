@@ -83,7 +83,7 @@ class Host:
             command = [program, "-accel", "tcg,thread=multi", "-no-user-config", "-nodefaults", "-display", "none"]
             command += ["-no-reboot", "-M", "q35", "-cpu", _CPU, "-smp", str(cpus), "-m", f"{memory_mib}M"]
             command += ["-kernel", str(images.kernel), "-initrd", str(images.initrd)]
-            command += ["-append", f"{_COMMAND_LINE} rig.address={address} rig.mtu={_MTU}"]
+            command += ["-append", f"{_COMMAND_LINE} {images.words} rig.address={address} rig.mtu={_MTU}"]
             command += ["-chardev", f"file,id=console,path={self.console_path}", "-serial", "chardev:console"]
             command += ["-chardev", f"socket,id=agent,path={port}", "-device", "virtio-serial-pci"]
             command += ["-device", "virtserialport,chardev=agent,name=agent"]

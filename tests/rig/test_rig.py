@@ -202,9 +202,15 @@ class Agents(unittest.TestCase):
         self.assertEqual(self.heard, [b"1 echo abc\n", b"2 false\n"])
 
     def test_nonsense(self):
-        for answer in (b"2 0 0\n", b"x" * 100, b"1 0 999999999\n", b"1 0 10\nabc"):
+        nonsense = {
+            "answered to command 2": b"2 0 0\n",
+            "in place of an answer": b"x" * 100,
+            "announced 999999999 bytes": b"1 0 999999999\n",
+            "closed the agent's port": b"1 0 10\nabc",
+        }
+        for why, answer in nonsense.items():
             agent = self.talk(answer)
-            with self.assertRaises(ScriptError, msg=answer):
+            with self.assertRaisesRegex(ScriptError, why):
                 agent.run("true", 2)
 
     def test_two_lines(self):
