@@ -1,10 +1,14 @@
 //! What `migrate-recv` does: listen, rebuild the guest that comes, report at the hand-over, and let the guest run on.
 //!
-//! Invariant: once the guest was handed over, it exists here and nowhere else. A report that cannot be written, or a
-//! stdout that nobody reads, then costs a warning ([`cli::or_warn`]) and never the guest.
+//! Invariant: once the guest was handed over, it exists here and nowhere else. A report that cannot be written, a socket
+//! that cannot be served, or a stdout that nobody reads, then costs a warning ([`cli::or_warn`]) and never the guest.
 
 use crate::Arguments;
-use cli::{After, Error, GuestReport, Receiving, RecvFlags, ReportOut, Role, Signals, SoftSlot};
+use cli::{
+    After, ConsoleLine, Error, GuestReport, GuestSlot, Life, Lived, Receiving, RecvFlags, ReportOut, Role, Signals,
+    say_stderr,
+};
+use pageferry::control_socket::ControlListener;
 use pageferry::{Address, DestinationConfig, Ending, Finished, Guest, Listener, Migration, ReceiveOptions, Report};
 use std::time::Duration;
 
@@ -21,14 +25,22 @@ pub(crate) fn run(arguments: Arguments) -> Result<u8, Error> {
         .map_err(|error| Error::Usage(format!("--listen: {error}")))?;
     flags.check()?;
     out.check()?;
+    let console = ConsoleLine::new(flags.console.as_deref(), None)?;
     cli::block_on(async {
         let early = |error| cli::report_early(&out, Role::Receiver, error);
         let mut signals = Signals::catch().map_err(early)?;
+        if let Some(path) = &flags.control {
+            // It is made once the guest is here; that it cannot be is better known before.
+            ControlListener::check(path).map_err(|error| early(Error::Refused(error.to_string())))?;
+        }
         // The port first: that it is taken is not worth populating memory for.
         let listener = Listener::bind(&listen).map_err(|error| early(Error::Failed(error.to_string())))?;
-        let preparing = flags.clone();
-        let receiving = signals.or(move || Receiving::new(&preparing)).await.map_err(early)?;
-        let soft = receiving.soft();
+        let (preparing, line) = (flags.clone(), console.clone());
+        let receiving = signals
+            .or(move || Receiving::new(&preparing, line))
+            .await
+            .map_err(early)?;
+        let slot = receiving.slot();
         let ram_file = receiving.ram_file();
         cli::print_line(&format!("listening on {}", listener.local_address())).inspect_err(|_| {
             // What --prealloc made of it.
@@ -45,15 +57,30 @@ pub(crate) fn run(arguments: Arguments) -> Result<u8, Error> {
         let Finished { outcome, guest } = signals.watch(handle.finish(), cancel).await;
         drop(line);
         match (outcome.ending, guest) {
-            (Ending::Completed, Some(guest)) => go_on(&flags, &out, &outcome.report, guest, &soft, &mut signals).await,
+            (Ending::Completed, Some(guest)) => {
+                let mut arrived = Arrived {
+                    flags: &flags,
+                    out: &out,
+                    report: &outcome.report,
+                    slot: &slot,
+                    console: &console,
+                    signals: &mut signals,
+                };
+                cli::or_warn(out.write_file(&outcome.report, Some(GuestReport::default())));
+                if slot.is_linux() {
+                    arrived.go_on_as_linux(guest, output.log.quiet).await
+                } else {
+                    arrived.go_on(guest).await
+                }
+            }
             (ending, guest) => {
                 drop(guest);
-                soft.clear();
+                slot.clear();
                 ram_file.remove_if_ours();
                 cli::or_warn(out.write_file(&outcome.report, None));
                 cli::or_warn(out.conclude(&outcome.report, None));
                 let error = outcome.error.as_deref().unwrap_or("no guest came");
-                cli::say_stderr(format_args!("migrate-recv: {ending}: {error}"));
+                say_stderr(format_args!("migrate-recv: {ending}: {error}"));
                 // Without a guest the receiver has not done what it is there for, whatever the engine says.
                 Ok(if ending == Ending::Completed {
                     Ending::Failed.exit_code()
@@ -78,60 +105,121 @@ fn options(flags: &RecvFlags) -> ReceiveOptions {
     }
 }
 
-/// The guest is here: reports at once, then does with it what `--after` says. The one error is a guest that came to harm.
-async fn go_on(
-    flags: &RecvFlags,
-    out: &ReportOut,
-    report: &Report,
-    guest: Guest,
-    soft: &SoftSlot,
-    signals: &mut Signals,
-) -> Result<u8, Error> {
-    cli::or_warn(out.write_file(report, Some(GuestReport::default())));
-    let runs = guest.machine.is_running();
-    let mut ticks = 0;
-    if runs {
-        let first = if flags.run_for.is_zero() {
-            FIRST_CHECK
-        } else {
-            flags.run_for
-        };
-        ticks = soft.run(Some(first), signals).await?;
-    }
-    let word = check(out, report, soft, ticks)?;
-    cli::or_warn(out.conclude(report, Some(word)));
-    match word.self_check {
-        Some(_) => {
-            let state = if runs { "runs on" } else { "is here, paused" };
-            let checked = word.pages_checked;
-            cli::or_warn(out.say(&format!("guest: {state}; self-check of {checked} pages passed")));
-        }
-        None => cli::or_warn(out.say("guest: its RAM is here; it has nothing that runs")),
-    }
-    match flags.after {
-        After::Run if flags.run_for.is_zero() && runs => {
-            ticks += soft.run(None, signals).await?;
-            check(out, report, soft, ticks)?;
-        }
-        After::Pause => {
-            signals.wait().await;
-        }
-        After::Run | After::Exit => {}
-    }
-    drop(guest);
-    Ok(0)
+/// A guest that is here, and reported on in the report's file.
+struct Arrived<'a> {
+    flags: &'a RecvFlags,
+    out: &'a ReportOut,
+    report: &'a Report,
+    slot: &'a GuestSlot,
+    console: &'a ConsoleLine,
+    signals: &'a mut Signals,
 }
 
-/// Lets the guest check itself, and adds what it says to the report's file. A guest that came to harm is an error.
-fn check(out: &ReportOut, report: &Report, soft: &SoftSlot, ticks: u64) -> Result<GuestReport, Error> {
-    let Some(checked) = soft.self_check() else {
-        return Ok(GuestReport::default());
-    };
-    let word = checked.report(ticks);
-    cli::or_warn(out.write_file(report, Some(word)));
-    if let Err(error) = checked.passed() {
-        cli::or_warn(out.conclude(report, Some(word)));
-        return Err(Error::Failed(format!("the guest came to harm on its way: {error}")));
+impl Arrived<'_> {
+    /// Makes the control socket, if there is to be one. The guest goes on without it, where it cannot be.
+    fn listen(&self) -> Option<ControlListener> {
+        let listener = ControlListener::bind(self.flags.control.as_deref()?);
+        listener
+            .inspect_err(|error| say_stderr(format_args!("warning: the guest is not served: {error}")))
+            .ok()
     }
-    Ok(word)
+
+    /// A Linux guest: runs until something ends it. Where its console is stdout, what the report says there waits until
+    /// then.
+    async fn go_on_as_linux(&mut self, guest: Guest, quiet: bool) -> Result<u8, Error> {
+        let own_stdout = self.console.is_stdout() && self.flags.after == After::Run;
+        let conclude = || cli::or_warn(self.out.conclude(self.report, Some(GuestReport::default())));
+        if !own_stdout {
+            conclude();
+        }
+        if self.flags.after == After::Exit {
+            return Ok(0);
+        }
+        if !quiet {
+            let state = if guest.machine.is_running() {
+                "runs"
+            } else {
+                "is here, paused"
+            };
+            say_stderr(format_args!("guest: {state}"));
+        }
+        // Without a terminal to be had the guest runs on all the same.
+        let attached = self.console.attach(quiet);
+        let attached = attached.inspect_err(|error| say_stderr(format_args!("warning: {error}")));
+        let listener = self.listen();
+        let lived = cli::live(self.slot, guest, listener, self.signals).await;
+        self.slot.clear();
+        drop(attached);
+        self.console.drain();
+        if own_stdout {
+            conclude();
+        }
+        say_end(&lived?)?;
+        Ok(0)
+    }
+
+    /// Another guest: reports on its self-check, and does with it what `--after` says. The one error is a guest that came to
+    /// harm.
+    async fn go_on(&mut self, guest: Guest) -> Result<u8, Error> {
+        let runs = guest.machine.is_running();
+        let until_told = self.flags.runs_for().is_zero();
+        // A guest that is served is so at once, and checks itself meanwhile.
+        let life = Life::begin(self.slot, guest, self.listen());
+        if runs {
+            let first = if until_told { FIRST_CHECK } else { self.flags.runs_for() };
+            self.slot.run(Some(first), self.signals).await?;
+        }
+        let word = self.check()?;
+        cli::or_warn(self.out.conclude(self.report, Some(word)));
+        match word.self_check {
+            Some(_) => {
+                let state = if runs { "runs on" } else { "is here, paused" };
+                let checked = word.pages_checked;
+                cli::or_warn(
+                    self.out
+                        .say(&format!("guest: {state}; self-check of {checked} pages passed")),
+                );
+            }
+            None => cli::or_warn(self.out.say("guest: its RAM is here; it has nothing that runs")),
+        }
+        let waits = match self.flags.after {
+            After::Run => until_told && (runs || self.flags.control.is_some()),
+            After::Pause => true,
+            After::Exit => false,
+        };
+        if !waits {
+            life.stop("it powered off, as --run-for says").await?;
+            return Ok(0);
+        }
+        let lived = life.end(self.slot, self.signals).await?;
+        say_end(&lived)?;
+        if runs && matches!(lived, Lived::Quit | Lived::Signal) {
+            self.check()?;
+        }
+        Ok(0)
+    }
+
+    /// Lets the guest check itself, and adds what it says to the report's file. A guest that came to harm is an error.
+    fn check(&self) -> Result<GuestReport, Error> {
+        let Some(checked) = self.slot.self_check() else {
+            return Ok(GuestReport::default());
+        };
+        let word = checked.report(self.slot.ticks());
+        cli::or_warn(self.out.write_file(self.report, Some(word)));
+        if let Err(error) = checked.passed() {
+            cli::or_warn(self.out.conclude(self.report, Some(word)));
+            return Err(Error::Failed(format!("the guest came to harm on its way: {error}")));
+        }
+        Ok(word)
+    }
+}
+
+/// Says what ended the guest's time here, where nobody here asked for it.
+fn say_end(lived: &Lived) -> Result<(), Error> {
+    match lived {
+        Lived::HandedOver(to) => say_stderr(format_args!("guest: was handed over to {to}")),
+        Lived::Ended(end) => say_stderr(format_args!("guest: ended: {}", cli::ended_because(end)?)),
+        Lived::Quit | Lived::Signal => {}
+    }
+    Ok(())
 }

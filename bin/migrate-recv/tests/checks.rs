@@ -26,7 +26,8 @@ fn a_port_that_is_taken_is_named() {
 fn nonsense_is_a_usage_error() {
     let folder = tempfile::tempdir().unwrap();
     for (arguments, word) in [
-        (&["--control", "/run/guest"][..], "--control"),
+        (&["--control", "/run/guest", "--after", "exit"][..], "--control"),
+        (&["--console", "/nowhere/console"], "/nowhere/console"),
         (&["--after", "sleep"], "'sleep'"),
         (&["--max-memory", "5000"], "5000"),
     ] {
@@ -38,6 +39,18 @@ fn nonsense_is_a_usage_error() {
         .expect(2)
         .says("brackets");
     Running::refused_receiver(folder.path(), &[]).expect(2).says("--listen");
+}
+
+#[test]
+fn a_control_socket_that_cannot_be_is_refused_before_a_source_comes() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    std::fs::write(&file, "precious").unwrap();
+    let arguments = [&ANY[..], &["--control", file.to_str().unwrap()]].concat();
+    let ended = Running::refused_receiver(folder.path(), &arguments);
+    ended.expect(3).says("something else than a socket lies there");
+    assert_eq!(ended.report()["result"], "refused");
+    assert_eq!(std::fs::read(&file).unwrap(), b"precious");
 }
 
 #[test]

@@ -1,8 +1,10 @@
 //! What `migrate-send` does: start a guest, send it, report; and if it could not be handed over, show that it is unharmed.
 
-use crate::Arguments;
-use cli::{Error, ReportOut, Role, Signals, SoftSlot, Started};
-use pageferry::{Address, Ending, Finished, Migration, SendOptions};
+use crate::{Arguments, host};
+use cli::{
+    ConsoleLine, Error, GuestPlan, GuestReport, GuestSlot, Lived, ReportOut, Role, Signals, Started, Target, say_stderr,
+};
+use pageferry::{Address, Ending, Finished, Guest, Handle, Migration, SendOptions};
 use std::time::Duration;
 
 /// How long a guest that stayed here is watched running on.
@@ -11,59 +13,198 @@ const GOES_ON: Duration = Duration::from_millis(200);
 /// Runs the command; gives its exit code.
 pub(crate) fn run(arguments: &Arguments) -> Result<u8, Error> {
     let out = ReportOut::new(&arguments.output);
-    let to: Address = arguments
-        .send
-        .to
-        .parse()
-        .map_err(|error| Error::Usage(format!("--to: {error}")))?;
-    let options = SendOptions {
-        source: arguments.send.plan(is_local(&to))?,
+    match arguments.send.target(&arguments.guest)? {
+        Target::Request(socket, request) => host::request(&socket, &request),
+        Target::Host(socket, to) => {
+            let options = options(arguments, &to)?;
+            out.check()?;
+            host::send(arguments, &out, &socket, &to, &options)
+        }
+        Target::Here(to) => {
+            arguments.send.check_guest(&arguments.guest)?;
+            let options = options(arguments, &to)?;
+            let plan = arguments.guest.plan()?;
+            out.check()?;
+            let console = match &plan {
+                GuestPlan::Linux(linux) => {
+                    let wanted = arguments.send.send_when.as_deref();
+                    Some(ConsoleLine::new(linux.console.as_deref(), wanted)?)
+                }
+                GuestPlan::Soft(_) | GuestPlan::File(_) => None,
+            };
+            let sending = Sending {
+                arguments,
+                out: &out,
+                console,
+            };
+            cli::block_on(sending.run(plan, &to, options))
+        }
+    }
+}
+
+fn options(arguments: &Arguments, to: &Address) -> Result<SendOptions, Error> {
+    Ok(SendOptions {
+        source: arguments.send.plan(is_local(to))?,
         connect_timeout: arguments.send.connect_timeout,
         max_bandwidth: Some(arguments.send.max_bandwidth).filter(|&rate| rate > 0),
         ..SendOptions::default()
-    };
-    let plan = arguments.guest.plan()?;
-    out.check()?;
-    cli::block_on(async {
-        let early = |error| cli::report_early(&out, Role::Source, error);
-        let mut signals = Signals::catch().map_err(early)?;
-        let Started { guest, soft } = signals.or(move || cli::start(&plan)).await.map_err(early)?;
-        let handle = Migration::send(guest, &to, options);
-        let line = cli::show_progress(arguments.output.log.quiet, handle.observer());
-        let cancel = handle.canceller();
-        let finished = signals.watch(handle.finish(), cancel).await;
-        drop(line);
-        conclude(&out, finished, &soft, &mut signals).await
     })
 }
 
-/// Reports. A guest that stayed here goes on; that it is unharmed, it says itself. The exit code tells where the guest is:
-/// a report that cannot be written must not make 4, "still the source's", of a guest that was handed over.
-async fn conclude(out: &ReportOut, finished: Finished, soft: &SoftSlot, signals: &mut Signals) -> Result<u8, Error> {
-    let Finished { outcome, guest } = finished;
-    if let Some(error) = &outcome.error {
-        cli::say_stderr(format_args!("migrate-send: {}: {error}", outcome.ending));
+/// A guest that is started here, to be sent.
+struct Sending<'a> {
+    arguments: &'a Arguments,
+    out: &'a ReportOut,
+    /// Of a Linux guest.
+    console: Option<ConsoleLine>,
+}
+
+impl Sending<'_> {
+    async fn run(&self, plan: GuestPlan, to: &Address, options: SendOptions) -> Result<u8, Error> {
+        let early = |error| cli::report_early(self.out, Role::Source, error);
+        let quiet = self.arguments.output.log.quiet;
+        let mut signals = Signals::catch().map_err(early)?;
+        let line = self.console.clone();
+        let started = signals.or(move || cli::start(&plan, line.as_ref())).await;
+        let Started { guest, slot } = started.map_err(early)?;
+        let attached = self.console.as_ref().map(|line| line.attach(quiet)).transpose();
+        let attached = attached.map_err(early)?;
+        if let Err(error) = self.await_the_moment(&slot, &mut signals).await {
+            drop((attached, guest));
+            slot.clear();
+            self.drain();
+            return Err(early(error));
+        }
+        let dry_run = options.source.dry_run;
+        let handle = Migration::send(guest, to, options);
+        // Over a console that is on the same terminal, a bar could not be read.
+        let no_bar = quiet || self.has_stdout();
+        let bar = cli::show_progress(no_bar, handle.observer());
+        let (finished, harm) = watch(handle, &slot, &mut signals).await?;
+        drop(bar);
+        let Finished { outcome, guest } = finished;
+        if let Some(error) = &outcome.error {
+            say_stderr(format_args!("migrate-send: {}: {error}", outcome.ending));
+        }
+        let stayed = !matches!(outcome.ending, Ending::Completed | Ending::Unknown);
+        let code = match (guest, self.console.is_some()) {
+            (Some(guest), true) if stayed && !dry_run && !signals.pending() && harm.is_none() => {
+                cli::or_warn(self.out.write_file(&outcome.report, None));
+                say_stderr("guest: goes on here");
+                let lived = cli::live(&slot, guest, None, &mut signals).await?;
+                slot.clear();
+                drop(attached);
+                self.drain();
+                cli::or_warn(self.out.conclude(&outcome.report, None));
+                if let Lived::Ended(end) = lived {
+                    say_stderr(format_args!("guest: ended: {}", cli::ended_because(&end)?));
+                }
+                outcome.ending.exit_code()
+            }
+            (guest, true) => {
+                drop(guest);
+                slot.clear();
+                drop(attached);
+                self.drain();
+                cli::or_warn(self.out.write_file(&outcome.report, None));
+                cli::or_warn(self.out.conclude(&outcome.report, None));
+                match harm {
+                    Some(error) => return Err(error),
+                    None => outcome.ending.exit_code(),
+                }
+            }
+            (guest, false) => {
+                let word = self.self_check(stayed, guest.as_ref(), &slot, &mut signals).await?;
+                self.conclude(&outcome.report, word)?;
+                outcome.ending.exit_code()
+            }
+        };
+        Ok(code)
     }
-    let stayed = !matches!(outcome.ending, Ending::Completed | Ending::Unknown);
-    let mut word = None;
-    let mut harm = None;
-    if stayed && guest.as_ref().is_some_and(|guest| guest.machine.is_running()) {
-        let ticks = soft.run(Some(GOES_ON), signals).await?;
-        if let Some(checked) = soft.self_check() {
-            word = Some(checked.report(ticks));
-            harm = checked.passed().err();
+
+    /// Waits until the guest is to be sent.
+    async fn await_the_moment(&self, slot: &GuestSlot, signals: &mut Signals) -> Result<(), Error> {
+        if let (Some(line), Some(_)) = (&self.console, &self.arguments.send.send_when) {
+            cli::until_ended(slot, signals, line.has_printed()).await?;
+        }
+        match self.arguments.send.send_after {
+            Some(time) if !time.is_zero() => cli::until_ended(slot, signals, tokio::time::sleep(time)).await,
+            _ => Ok(()),
         }
     }
-    cli::or_warn(out.write_file(&outcome.report, word));
-    cli::or_warn(out.conclude(&outcome.report, word));
-    if let Some(error) = harm {
-        return Err(Error::Failed(format!("the guest came to harm: {error}")));
+
+    fn has_stdout(&self) -> bool {
+        self.console.as_ref().is_some_and(ConsoleLine::is_stdout)
     }
-    if let Some(word) = word {
-        let checked = word.pages_checked;
-        cli::or_warn(out.say(&format!("the guest is unharmed: self-check of {checked} pages passed")));
+
+    fn drain(&self) {
+        if let Some(line) = &self.console {
+            line.drain();
+        }
     }
-    Ok(outcome.ending.exit_code())
+
+    /// A guest that stayed here goes on; that it is unharmed, it says itself.
+    async fn self_check(
+        &self,
+        stayed: bool,
+        guest: Option<&Guest>,
+        slot: &GuestSlot,
+        signals: &mut Signals,
+    ) -> Result<Option<(GuestReport, Result<u64, String>)>, Error> {
+        if !stayed || !guest.is_some_and(|guest| guest.machine.is_running()) {
+            return Ok(None);
+        }
+        let ticks = slot.run(Some(GOES_ON), signals).await?;
+        Ok(slot
+            .self_check()
+            .map(|checked| (checked.report(ticks), checked.passed())))
+    }
+
+    /// Reports. The exit code tells where the guest is: a report that cannot be written must not make 4, "still the
+    /// source's", of a guest that was handed over.
+    fn conclude(
+        &self,
+        report: &pageferry::Report,
+        checked: Option<(GuestReport, Result<u64, String>)>,
+    ) -> Result<(), Error> {
+        let (word, passed) = checked.unzip();
+        cli::or_warn(self.out.write_file(report, word));
+        cli::or_warn(self.out.conclude(report, word));
+        match passed {
+            Some(Err(error)) => return Err(Error::Failed(format!("the guest came to harm: {error}"))),
+            Some(Ok(pages)) => cli::or_warn(
+                self.out
+                    .say(&format!("the guest is unharmed: self-check of {pages} pages passed")),
+            ),
+            None => {}
+        }
+        Ok(())
+    }
+}
+
+/// Waits for a migration's end, and asks for it when a signal comes, or when the guest has ended by itself: what is left of
+/// it is not worth sending. What it came to harm by is told beside.
+async fn watch(handle: Handle, slot: &GuestSlot, signals: &mut Signals) -> Result<(Finished, Option<Error>), Error> {
+    let (cancel, cancel_too) = (handle.canceller(), handle.canceller());
+    let end = signals.watch(handle.finish(), cancel);
+    tokio::pin!(end);
+    if !slot.is_linux() {
+        return Ok((end.await, None));
+    }
+    let ended = tokio::select! {
+        biased;
+        finished = &mut end => return Ok((finished, None)),
+        ended = slot.ended() => ended?,
+    };
+    cancel_too();
+    let finished = end.await;
+    let harm = match cli::ended_because(&ended) {
+        Ok(how) => Error::Failed(format!("the guest ended while it was being sent: {how}")),
+        Err(error) => error,
+    };
+    // It ended after it was handed over: there is nothing here that could.
+    let stayed = finished.outcome.ending != Ending::Completed;
+    Ok((finished, stayed.then_some(harm)))
 }
 
 /// Whether the receiver is on this machine: nothing but memory lies between.

@@ -153,8 +153,10 @@ fn a_ram_file_that_shrinks_meanwhile_fails_in_one_sentence() {
 fn nonsense_is_a_usage_error_without_a_report() {
     let folder = tempfile::tempdir().unwrap();
     for (arguments, word) in [
-        (&["--guest", "linux", "--kernel", "k"][..], "later version"),
-        (&["--control", "/run/guest"], "--control"),
+        (&["--guest", "linux"][..], "--kernel"),
+        (&["--control", "/run/guest", "--memory", "1G"], "--memory"),
+        (&["--send-when", "login:"], "--send-when"),
+        (&["--ask", "always", "--balloon", "off"], "--ask always"),
         (&["--balloon", "bitmap-rfc"], "--balloon bitmap-rfc"),
         (&["--memory", "8Q"], "'8Q'"),
         (&["--streams", "65"], "'65'"),

@@ -29,6 +29,9 @@ pub enum Error {
     /// A signal came before the migration began.
     #[error("cancelled by a signal before the migration began")]
     Cancelled,
+    /// Nobody here knows where the guest is.
+    #[error("{0}")]
+    Unknown(String),
 }
 
 impl Error {
@@ -39,6 +42,7 @@ impl Error {
             Error::Refused(_) => Some(Ending::Refused),
             Error::Failed(_) => Some(Ending::Failed),
             Error::Cancelled => Some(Ending::Cancelled),
+            Error::Unknown(_) => Some(Ending::Unknown),
         }
     }
 
@@ -69,6 +73,7 @@ mod tests {
         assert_eq!(Error::Refused(String::new()).exit_code(), 3);
         assert_eq!(Error::Failed(String::new()).exit_code(), 4);
         assert_eq!(Error::Cancelled.exit_code(), 5);
+        assert_eq!(Error::Unknown(String::new()).exit_code(), 7);
         assert_eq!(Ending::TimedOut.exit_code(), 6);
         assert_eq!(Ending::Unknown.exit_code(), 7);
     }

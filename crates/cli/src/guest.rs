@@ -1,7 +1,8 @@
 //! From a plan to a guest that is started here.
 
-use crate::soft::SoftSlot;
-use crate::{BalloonChoice, Error, FileMachine, FilePlan, GuestPlan, SoftPlan, human_bytes};
+use crate::linux_flags::{LinuxPlan, vmm_error};
+use crate::slot::GuestSlot;
+use crate::{BalloonChoice, ConsoleLine, Error, FileMachine, FilePlan, GuestPlan, SoftPlan, human_bytes};
 use balloon::Dialect;
 use machine::{FreePages, NoBalloon};
 use memory::trackers::NullTracker;
@@ -11,25 +12,53 @@ use pages::{Layout, PAGE_BYTES};
 use softguest::{GuestConfig, SoftGuest};
 use std::path::Path;
 use std::sync::Arc;
+use vmm::{BootFiles, LinuxGuest, StateFault, VmConfig};
 
 /// A guest that was started here.
 #[derive(Debug)]
 pub struct Started {
     /// As the library takes it.
     pub guest: Guest,
-    /// The built-in guest's own side, which can check itself; empty for a guest in a file.
-    pub soft: SoftSlot,
+    /// The guest's own side; empty for a guest in a file.
+    pub slot: GuestSlot,
 }
 
-/// Starts a guest. Takes as long as the guest needs to touch the memory that it is to use.
+/// Starts a guest. Takes as long as the built-in guest needs to touch the memory that it is to use. `console`: where the
+/// console of a Linux guest leads.
 ///
 /// # Errors
 /// [`Error::Refused`] says what the host or a file lacks; nothing was sent then.
-pub fn start(plan: &GuestPlan) -> Result<Started, Error> {
+pub fn start(plan: &GuestPlan, console: Option<&ConsoleLine>) -> Result<Started, Error> {
     match plan {
         GuestPlan::Soft(plan) => start_soft(plan),
         GuestPlan::File(plan) => open_file(plan),
+        GuestPlan::Linux(plan) => boot_linux(plan, console),
     }
+}
+
+fn boot_linux(plan: &LinuxPlan, console: Option<&ConsoleLine>) -> Result<Started, Error> {
+    let config = VmConfig {
+        layout: Arc::new(Layout::pc(plan.memory_bytes / PAGE_BYTES).map_err(refused)?),
+        vcpus: plan.vcpus,
+        balloon: plan.balloon,
+        tracking: plan.tracking,
+    };
+    let files = BootFiles {
+        kernel: plan.kernel.clone(),
+        initrd: plan.initrd.clone(),
+        cmdline: plan.cmdline.clone(),
+    };
+    let console = match console {
+        Some(line) => line.guest_end().map_err(refused)?,
+        None => ConsoleLine::nowhere(),
+    };
+    let linux = LinuxGuest::boot(config, &files, console).map_err(|error| vmm_error(&error))?;
+    if plan.refuse_save {
+        linux.set_state_fault(Some(StateFault::Save));
+    }
+    let slot = GuestSlot::default();
+    let guest = slot.put_linux(linux).map_err(|error| vmm_error(&error))?;
+    Ok(Started { guest, slot })
 }
 
 fn start_soft(plan: &SoftPlan) -> Result<Started, Error> {
@@ -62,9 +91,9 @@ fn start_soft(plan: &SoftPlan) -> Result<Started, Error> {
         ..GuestConfig::new(layout)
     };
     let soft = SoftGuest::boot(config, ram).map_err(refused)?;
-    let slot = SoftSlot::default();
-    let guest = slot.put(soft)?;
-    Ok(Started { guest, soft: slot })
+    let slot = GuestSlot::default();
+    let guest = slot.put_soft(soft)?;
+    Ok(Started { guest, slot })
 }
 
 fn open_file(plan: &FilePlan) -> Result<Started, Error> {
@@ -85,7 +114,7 @@ fn open_file(plan: &FilePlan) -> Result<Started, Error> {
     };
     Ok(Started {
         guest,
-        soft: SoftSlot::default(),
+        slot: GuestSlot::default(),
     })
 }
 
@@ -135,10 +164,10 @@ mod tests {
     fn a_guest_in_a_file_is_one_region_unless_told() {
         let folder = tempfile::tempdir().unwrap();
         let mut plan = file_plan(folder.path(), 5 * 4096);
-        let started = start(&GuestPlan::File(plan.clone())).unwrap();
+        let started = start(&GuestPlan::File(plan.clone()), None).unwrap();
         assert_eq!(started.guest.ram.layout().regions().len(), 1);
         assert_eq!(started.guest.machine.config().kind, "file");
-        assert!(started.soft.self_check().is_none());
+        assert!(started.slot.self_check().is_none());
         drop(started);
         let layout = folder.path().join("layout.json");
         std::fs::write(
@@ -147,7 +176,7 @@ mod tests {
         )
         .unwrap();
         plan.layout = Some(layout);
-        let started = start(&GuestPlan::File(plan)).unwrap();
+        let started = start(&GuestPlan::File(plan), None).unwrap();
         assert_eq!(started.guest.ram.layout().regions().len(), 2);
     }
 
@@ -155,7 +184,7 @@ mod tests {
     fn what_does_not_fit_together_is_refused_by_name() {
         let folder = tempfile::tempdir().unwrap();
         let refusal = |plan: FilePlan| {
-            let error = start(&GuestPlan::File(plan)).unwrap_err();
+            let error = start(&GuestPlan::File(plan), None).unwrap_err();
             assert_eq!(error.exit_code(), 3);
             error.to_string()
         };

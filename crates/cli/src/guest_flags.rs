@@ -4,6 +4,7 @@
 //! not fit which. Nothing is allocated or opened before the whole plan makes sense.
 
 use crate::Error;
+use crate::linux_flags::{self, DEFAULT_CMDLINE, DirtyTrackerChoice, LinuxPlan};
 use crate::units::{Size, parse_share};
 use clap::{Args, ValueEnum};
 use pages::PAGE_BYTES;
@@ -40,9 +41,9 @@ pub enum BalloonChoice {
 #[derive(Args, Clone, Debug, Default)]
 #[command(next_help_heading = "Guest")]
 pub struct GuestFlags {
-    /// What runs the guest
-    #[arg(long, value_enum, default_value_t, value_name = "KIND")]
-    pub guest: GuestKind,
+    /// What runs the guest (default: soft)
+    #[arg(long, value_enum, value_name = "KIND")]
+    pub guest: Option<GuestKind>,
     /// Guest RAM, any whole number of 4 KiB pages (soft, linux; default: 8G)
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<Size>,
@@ -82,15 +83,28 @@ pub struct GuestFlags {
     #[arg(long, value_name = "FILE", help_heading = "Guest in a file")]
     pub free_map: Option<PathBuf>,
 
-    /// The kernel to boot (linux)
+    /// The kernel to boot: a bzImage, or an ELF vmlinux (linux)
     #[arg(long, value_name = "FILE", help_heading = "Linux guest")]
     pub kernel: Option<PathBuf>,
     /// Its initial RAM disk (linux)
     #[arg(long, value_name = "FILE", help_heading = "Linux guest")]
     pub initrd: Option<PathBuf>,
-    /// Its command line (linux)
+    /// Its command line (linux; default: console=ttyS0)
     #[arg(long, value_name = "STR", help_heading = "Linux guest")]
     pub cmdline: Option<String>,
+    /// It gives free memory back to the host all the time, not only when it is asked (linux)
+    #[arg(long, help_heading = "Linux guest")]
+    pub free_page_reporting: bool,
+    /// How its writes are tracked during a migration (linux; default: auto)
+    #[arg(long, value_enum, value_name = "WAY", help_heading = "Linux guest")]
+    pub dirty_tracker: Option<DirtyTrackerChoice>,
+    /// Write what its console prints to this file, and let it take no input (linux; default: the console is this terminal,
+    /// or stdin and stdout: Ctrl-A x ends the command then, Ctrl-A Ctrl-A sends a Ctrl-A)
+    #[arg(long, value_name = "FILE", help_heading = "Linux guest")]
+    pub console: Option<PathBuf>,
+    /// For tests: its state refuses to be saved
+    #[arg(long, hide = true)]
+    pub refuse_save: bool,
 }
 
 /// A guest to be started here.
@@ -100,6 +114,8 @@ pub enum GuestPlan {
     Soft(SoftPlan),
     /// One in a file.
     File(FilePlan),
+    /// A Linux kernel under KVM.
+    Linux(LinuxPlan),
 }
 
 /// The built-in guest.
@@ -139,6 +155,16 @@ pub struct FilePlan {
 const DEFAULT_MEMORY_BYTES: u64 = 8 << 30;
 const DEFAULT_USED_BYTES: u64 = 300 << 20;
 
+/// What `--balloon bitmap-rfc` gets for now.
+pub(crate) const NO_RFC: &str =
+    "--balloon bitmap-rfc comes with a later version of pageferry: use standard, bitmap or off";
+
+/// A kind's name on the command line.
+fn name(kind: GuestKind) -> String {
+    kind.to_possible_value()
+        .map_or_else(String::new, |value| value.get_name().to_owned())
+}
+
 impl GuestFlags {
     /// What the flags mean.
     ///
@@ -146,28 +172,36 @@ impl GuestFlags {
     /// [`Error::Usage`] names the flag that is missing, out of range, or does not belong to this kind of guest.
     pub fn plan(&self) -> Result<GuestPlan, Error> {
         self.check_kind()?;
-        match self.guest {
-            GuestKind::Linux => Err(Error::Usage(
-                "--guest linux comes with a later version of pageferry (it needs the KVM VMM): use --guest soft or file"
-                    .to_owned(),
-            )),
-            GuestKind::Soft => self.plan_soft().map(GuestPlan::Soft),
+        Ok(match self.kind() {
+            GuestKind::Linux => GuestPlan::Linux(self.plan_linux()?),
+            GuestKind::Soft => GuestPlan::Soft(self.plan_soft()?),
             GuestKind::File => {
                 let ram = self.ram.clone();
-                Ok(GuestPlan::File(FilePlan {
+                GuestPlan::File(FilePlan {
                     ram: ram.ok_or_else(|| Error::Usage("--guest file needs --ram FILE".to_owned()))?,
                     layout: self.layout.clone(),
                     free_map: self.free_map.clone(),
-                }))
+                })
             }
-        }
+        })
     }
 
-    /// Refuses flags that belong to another kind of guest: to drop them in silence would be to migrate something else
-    /// than was asked for.
-    fn check_kind(&self) -> Result<(), Error> {
+    /// What runs the guest.
+    pub fn kind(&self) -> GuestKind {
+        self.guest.unwrap_or_default()
+    }
+
+    /// A flag of these that was given, if any was: for commands that start no guest.
+    pub fn first_given(&self) -> Option<&'static str> {
+        let guest = self.guest.map(|_| "--guest");
+        let others = self.given().into_iter().find(|(_, is_given, _)| *is_given);
+        guest.or(others.map(|(flag, ..)| flag))
+    }
+
+    /// Every flag beside --guest: whether it was given, and the kinds of guest that it belongs to.
+    fn given(&self) -> [(&'static str, bool, &'static [GuestKind]); 19] {
         use GuestKind::{File, Linux, Soft};
-        let given: [(&str, bool, &[GuestKind]); 15] = [
+        [
             ("--memory", self.memory.is_some(), &[Soft, Linux]),
             ("--vcpus", self.vcpus.is_some(), &[Soft, Linux]),
             ("--balloon", self.balloon.is_some(), &[Soft, Linux]),
@@ -183,31 +217,65 @@ impl GuestFlags {
             ("--kernel", self.kernel.is_some(), &[Linux]),
             ("--initrd", self.initrd.is_some(), &[Linux]),
             ("--cmdline", self.cmdline.is_some(), &[Linux]),
-        ];
-        let name = |kind: GuestKind| {
-            kind.to_possible_value()
-                .map_or_else(String::new, |v| v.get_name().to_owned())
-        };
-        for (flag, is_given, kinds) in given {
-            if is_given && !kinds.contains(&self.guest) {
-                let kinds: Vec<String> = kinds.iter().map(|&k| name(k)).collect();
+            ("--free-page-reporting", self.free_page_reporting, &[Linux]),
+            ("--dirty-tracker", self.dirty_tracker.is_some(), &[Linux]),
+            ("--console", self.console.is_some(), &[Linux]),
+            ("--refuse-save", self.refuse_save, &[Linux]),
+        ]
+    }
+
+    /// Refuses flags that belong to another kind of guest: to drop them in silence would be to migrate something else
+    /// than was asked for.
+    fn check_kind(&self) -> Result<(), Error> {
+        for (flag, is_given, kinds) in self.given() {
+            if is_given && !kinds.contains(&self.kind()) {
+                let kinds: Vec<String> = kinds.iter().map(|&kind| name(kind)).collect();
                 return Err(Error::Usage(format!(
                     "{flag} goes with --guest {}, not with --guest {}",
                     kinds.join(" or "),
-                    name(self.guest)
+                    name(self.kind())
                 )));
             }
         }
         Ok(())
     }
 
-    fn plan_soft(&self) -> Result<SoftPlan, Error> {
+    fn memory_bytes(&self) -> Result<u64, Error> {
         let memory_bytes = self.memory.map_or(DEFAULT_MEMORY_BYTES, |s| s.0);
         if memory_bytes == 0 || !memory_bytes.is_multiple_of(PAGE_BYTES) {
             return Err(Error::Usage(format!(
                 "--memory: {memory_bytes} bytes are not a whole number of 4 KiB pages above 0"
             )));
         }
+        Ok(memory_bytes)
+    }
+
+    /// Neither kind of guest has more.
+    fn vcpu_count(&self) -> Result<u32, Error> {
+        let vcpus = self.vcpus.unwrap_or(1);
+        if !(1..=MAX_VCPUS).contains(&vcpus) {
+            return Err(Error::Usage(format!("--vcpus {vcpus}: give 1 to {MAX_VCPUS}")));
+        }
+        Ok(vcpus)
+    }
+
+    fn plan_linux(&self) -> Result<LinuxPlan, Error> {
+        let kernel = self.kernel.clone();
+        Ok(LinuxPlan {
+            memory_bytes: self.memory_bytes()?,
+            vcpus: self.vcpu_count()?,
+            balloon: linux_flags::balloon(self.balloon.unwrap_or_default(), self.free_page_reporting)?,
+            kernel: kernel.ok_or_else(|| Error::Usage("--guest linux needs --kernel FILE".to_owned()))?,
+            initrd: self.initrd.clone(),
+            cmdline: self.cmdline.clone().unwrap_or_else(|| DEFAULT_CMDLINE.to_owned()),
+            tracking: self.dirty_tracker.unwrap_or_default().tracking(),
+            console: self.console.clone(),
+            refuse_save: self.refuse_save,
+        })
+    }
+
+    fn plan_soft(&self) -> Result<SoftPlan, Error> {
+        let memory_bytes = self.memory_bytes()?;
         let default_used = DEFAULT_USED_BYTES.min(memory_bytes / 4);
         let used_bytes = whole_pages("--used", self.used.map_or(default_used, |s| s.0))?;
         let aged_bytes = whole_pages("--aged", self.aged.map_or(0, |s| s.0))?;
@@ -218,13 +286,7 @@ impl GuestFlags {
         }
         let balloon = self.balloon.unwrap_or_default();
         if balloon == BalloonChoice::BitmapRfc {
-            return Err(Error::Usage(
-                "--balloon bitmap-rfc comes with a later version of pageferry: use standard, bitmap or off".to_owned(),
-            ));
-        }
-        let vcpus = self.vcpus.unwrap_or(1);
-        if !(1..=MAX_VCPUS).contains(&vcpus) {
-            return Err(Error::Usage(format!("--vcpus {vcpus}: give 1 to {MAX_VCPUS}")));
+            return Err(Error::Usage(NO_RFC.to_owned()));
         }
         Ok(SoftPlan {
             memory_bytes,
@@ -232,7 +294,7 @@ impl GuestFlags {
             aged_bytes,
             scatter: self.scatter.unwrap_or(0.0),
             workload: self.workload.unwrap_or_default(),
-            vcpus,
+            vcpus: self.vcpu_count()?,
             seed: self.guest_seed.unwrap_or(1),
             init_on_alloc: self.init_on_alloc,
             balloon,
@@ -251,6 +313,7 @@ fn whole_pages(flag: &str, bytes: u64) -> Result<u64, Error> {
 mod tests {
     use super::*;
     use clap::Parser;
+    use vmm::Tracking;
 
     #[derive(Parser)]
     struct Line {
@@ -309,6 +372,49 @@ mod tests {
     }
 
     #[test]
+    fn all_flags_of_a_linux_guest() {
+        let linux = |line: &str| match plan(line) {
+            Ok(GuestPlan::Linux(plan)) => plan,
+            other => panic!("{line}: {other:?}"),
+        };
+        let least = linux("--guest linux --kernel vmlinuz");
+        assert_eq!((least.memory_bytes, least.vcpus), (8 << 30, 1));
+        assert_eq!(
+            (least.cmdline.as_str(), least.tracking),
+            ("console=ttyS0", Tracking::Auto)
+        );
+        assert!(least.initrd.is_none() && least.console.is_none() && least.balloon.is_some());
+        let words = "--guest linux --kernel k --initrd i --cmdline quiet --memory 1G --vcpus 2 --balloon off \
+                     --dirty-tracker manual-protect --console c";
+        assert_eq!(
+            linux(words),
+            LinuxPlan {
+                memory_bytes: 1 << 30,
+                vcpus: 2,
+                balloon: None,
+                kernel: "k".into(),
+                initrd: Some("i".into()),
+                cmdline: "quiet".to_owned(),
+                tracking: Tracking::ManualProtect,
+                console: Some("c".into()),
+                refuse_save: false,
+            }
+        );
+    }
+
+    #[test]
+    fn a_flag_that_was_given_is_known_by_name() {
+        let first = |words: &str| {
+            let words = std::iter::once("test").chain(words.split_whitespace());
+            Line::try_parse_from(words).unwrap().guest.first_given()
+        };
+        assert_eq!(first(""), None);
+        assert_eq!(first("--guest soft"), Some("--guest"));
+        assert_eq!(first("--init-on-alloc"), Some("--init-on-alloc"));
+        assert_eq!(first("--vcpus 2"), Some("--vcpus"));
+    }
+
+    #[test]
     fn any_whole_number_of_pages_will_do() {
         assert_eq!(soft("--memory 1073754112").memory_bytes, (1 << 30) + 3 * 4096);
         assert_eq!(soft("--used 1").used_bytes, 4096);
@@ -324,7 +430,22 @@ mod tests {
     #[test]
     fn nonsense_is_refused_by_name() {
         for (line, word) in [
-            ("--guest linux --kernel k", "later version"),
+            ("--guest linux", "--guest linux needs --kernel FILE"),
+            ("--guest linux --kernel k --used 1M", "--used goes with --guest soft"),
+            ("--guest linux --kernel k --vcpus 0", "--vcpus 0"),
+            ("--guest linux --kernel k --memory 5000", "5000 bytes"),
+            ("--guest linux --kernel k --dirty-tracker magic", "magic"),
+            ("--guest linux --kernel k --balloon bitmap-rfc", "bitmap-rfc"),
+            (
+                "--guest linux --kernel k --balloon off --free-page-reporting",
+                "--free-page-reporting goes with --balloon standard",
+            ),
+            (
+                "--dirty-tracker log",
+                "--dirty-tracker goes with --guest linux, not with --guest soft",
+            ),
+            ("--console f", "--console goes with --guest linux"),
+            ("--free-page-reporting", "--free-page-reporting goes with --guest linux"),
             (
                 "--balloon bitmap-rfc",
                 "--balloon bitmap-rfc comes with a later version",

@@ -5,10 +5,15 @@
 //! of the README.
 #![forbid(unsafe_code)]
 
+mod balloon_controls;
+mod console;
 mod exit;
 mod file_guest;
 mod guest;
 mod guest_flags;
+mod host_flags;
+mod linux_flags;
+mod living;
 mod logging;
 mod progress;
 mod receiving;
@@ -16,28 +21,25 @@ mod recv_flags;
 mod report_out;
 mod runtime;
 mod send_flags;
-mod soft;
+mod slot;
 mod tamper;
 mod units;
 
+pub use console::{Attached, ConsoleLine, RawTerminal};
 pub use engine::Role;
 pub use exit::{Error, finish};
 pub use file_guest::FileMachine;
 pub use guest::{Started, start};
 pub use guest_flags::{BalloonChoice, FilePlan, GuestFlags, GuestKind, GuestPlan, SoftPlan};
+pub use host_flags::{HostFlags, Request};
+pub use linux_flags::{DirtyTrackerChoice, LinuxPlan};
+pub use living::{Life, Lived, ended_because, live, until_ended};
 pub use logging::{LogFlags, LogFormat, OutputFlags, say_stderr};
 pub use progress::show_progress;
 pub use receiving::{RamFile, Receiving};
-pub use recv_flags::{After, Corrupt, RecvFlags};
+pub use recv_flags::{After, Corrupt, PreallocFor, RecvFlags, RefuseState};
 pub use report_out::{GuestReport, ReportOut, or_warn, print_line, report_early};
 pub use runtime::{Signals, block_on};
-pub use send_flags::{AskChoice, MAX_STREAMS, OnTimeoutChoice, SendFlags, SkipChoice, Streams};
-pub use soft::{SelfChecked, SoftSlot};
+pub use send_flags::{AskChoice, MAX_STREAMS, OnTimeoutChoice, SendFlags, SkipChoice, Streams, Target};
+pub use slot::{GuestEnd, GuestSlot, SelfChecked};
 pub use units::{Size, UnitError, human_bytes, parse_bandwidth, parse_duration, parse_share};
-
-/// What `--control` gets for now.
-pub fn control_is_not_there_yet() -> Error {
-    Error::Usage(
-        "--control comes with a later version of pageferry: start the guest with this command instead".to_owned(),
-    )
-}

@@ -5,19 +5,25 @@
 //! guest that was accepted: its description is tried out on anonymous memory first, which stays untouched and so takes
 //! none, and a source that only asks gets no further.
 
-use crate::guest::{available_bytes, flat};
-use crate::soft::SoftSlot;
+use crate::guest::{available_bytes, flat, refused};
+use crate::linux_flags::DirtyTrackerChoice;
+use crate::slot::GuestSlot;
 use crate::tamper::{TamperedMachine, TamperedRam};
-use crate::{Corrupt, Error, FileMachine, RecvFlags, file_guest, human_bytes};
+use crate::{ConsoleLine, Corrupt, Error, FileMachine, PreallocFor, RecvFlags, RefuseState, file_guest, human_bytes};
 use machine::{GuestRam, MachineConfig, NoBalloon};
 use memory::trackers::NullTracker;
 use memory::{Backing, GuestMemory};
 use pageferry::Guest;
-use pages::Layout;
+use pages::{Layout, PAGE_BYTES};
 use softguest::SoftGuest;
 use std::fs::{OpenOptions, TryLockError};
 use std::path::PathBuf;
 use std::sync::Arc;
+use vmm::{LinuxGuest, StateFault};
+
+/// The kinds of machine, as their descriptions call them.
+const SOFT: &str = "soft";
+const LINUX: &str = "linux";
 
 /// What `--prealloc` populates without `--max-memory`: the RAM of a guest that `migrate-send` starts unless told otherwise.
 const PREALLOC_BYTES: u64 = 8 << 30;
@@ -28,7 +34,10 @@ pub struct Receiving {
     ram_file: RamFile,
     pool: Option<Arc<GuestMemory>>,
     corrupt: Option<Corrupt>,
-    soft: SoftSlot,
+    refuse_state: Option<RefuseState>,
+    dirty_tracker: Option<DirtyTrackerChoice>,
+    console: ConsoleLine,
+    slot: GuestSlot,
 }
 
 /// The RAM file of a receiver, if it has one.
@@ -93,33 +102,40 @@ impl Receiving {
     ///
     /// # Errors
     /// [`Error::Refused`] where the host has too little memory, or the RAM file cannot be had.
-    pub fn new(flags: &RecvFlags) -> Result<Self, Error> {
+    pub fn new(flags: &RecvFlags, console: ConsoleLine) -> Result<Self, Error> {
         let path = flags.ram.clone();
         let was_there = path.as_ref().is_some_and(|path| path.exists());
         let ram_file = RamFile { path, was_there };
         let pool = match flags.prealloc {
-            true => {
+            Some(kind) => {
                 let bytes = flags.max_memory.map_or(PREALLOC_BYTES, |size| size.0);
-                let memory = GuestMemory::new(Arc::new(flat(bytes)?), &ram_file.backing());
+                let layout = match kind {
+                    PreallocFor::Soft => flat(bytes)?,
+                    PreallocFor::Linux => Layout::pc(bytes / PAGE_BYTES).map_err(refused)?,
+                };
+                let memory = GuestMemory::new(Arc::new(layout), &ram_file.backing());
                 let populated = memory.and_then(|memory| memory.populate_all().map(|()| memory));
                 Some(Arc::new(populated.map_err(|error| {
                     ram_file.remove_if_ours();
                     Error::Refused(format!("--prealloc: {error}"))
                 })?))
             }
-            false => None,
+            None => None,
         };
         Ok(Receiving {
             ram_file,
             pool,
             corrupt: flags.corrupt_page,
-            soft: SoftSlot::default(),
+            refuse_state: flags.refuse_state,
+            dirty_tracker: flags.dirty_tracker,
+            console,
+            slot: GuestSlot::default(),
         })
     }
 
-    /// Where the built-in guest that comes can be found.
-    pub fn soft(&self) -> SoftSlot {
-        self.soft.clone()
+    /// Where the guest that comes can be found.
+    pub fn slot(&self) -> GuestSlot {
+        self.slot.clone()
     }
 
     /// The file that RAM is rebuilt in.
@@ -134,7 +150,7 @@ impl Receiving {
     /// The reasons.
     pub fn prepare(&mut self, config: &MachineConfig, dry_run: bool) -> Result<Guest, Vec<String>> {
         // A source that came before, and only asked, may have left one: its RAM file would be in use.
-        self.soft.clear();
+        self.slot.clear();
         if dry_run {
             // The file of a pool is locked already, by this process.
             if self.pool.is_none() {
@@ -144,36 +160,44 @@ impl Receiving {
         }
         if self.ram_file.path.is_some() {
             drop(self.try_out(config)?);
-            self.soft.clear();
+            self.slot.clear();
         }
-        self.make(config).map_err(|reason| vec![reason])
+        self.make(config)
     }
 
     /// Makes a guest like `config` says in memory that costs nothing, or says what cannot be made like that.
     fn try_out(&mut self, config: &MachineConfig) -> Result<Guest, Vec<String>> {
         let one = |reason| vec![reason];
-        check_kind(config).map_err(one)?;
+        self.check_kind(config).map_err(one)?;
         let memory = new_memory(&config.layout, &Backing::Anonymous).map_err(one)?;
-        let guest = self.guest_in(memory, config).map_err(one)?;
+        let guest = self.guest_in(memory, config, ConsoleLine::nowhere())?;
         let made = config.mismatches(&guest.machine.config());
         if made.is_empty() {
             return Ok(guest);
         }
         drop(guest);
-        self.soft.clear();
+        self.slot.clear();
         Err(made.iter().map(ToString::to_string).collect())
     }
 
-    fn make(&mut self, config: &MachineConfig) -> Result<Guest, String> {
-        check_kind(config)?;
-        let ram = self.memory(&config.layout)?;
-        let mut guest = self.guest_in(Arc::clone(&ram), config)?;
+    fn make(&mut self, config: &MachineConfig) -> Result<Guest, Vec<String>> {
+        let one = |reason| vec![reason];
+        self.check_kind(config).map_err(one)?;
+        let ram = self.memory(&config.layout).map_err(one)?;
+        let console = match config.kind.as_str() {
+            LINUX => self
+                .console
+                .guest_end()
+                .map_err(|error| vec![format!("the console of the receiver's guest: {error}")])?,
+            _ => ConsoleLine::nowhere(),
+        };
+        let mut guest = self.guest_in(Arc::clone(&ram), config, console)?;
         match self.corrupt {
             None => {}
             Some(Corrupt::BeforeVerify) => guest.ram = Arc::new(TamperedRam::new(ram)),
             Some(Corrupt::AfterVerify) => {
-                let soft = self.soft.clone();
-                let then = move || soft.flip_bytes();
+                let slot = self.slot.clone();
+                let then = move || slot.flip_bytes();
                 guest.machine = Box::new(TamperedMachine {
                     inner: guest.machine,
                     then: Box::new(then),
@@ -183,10 +207,24 @@ impl Receiving {
         Ok(guest)
     }
 
-    fn guest_in(&self, ram: Arc<GuestMemory>, config: &MachineConfig) -> Result<Guest, String> {
-        if config.kind == "soft" {
-            let soft = SoftGuest::new_for_restore(config, ram).map_err(|error| error.to_string())?;
-            return self.soft.put(soft).map_err(|error| error.to_string());
+    fn guest_in(
+        &self,
+        ram: Arc<GuestMemory>,
+        config: &MachineConfig,
+        console: vmm::Console,
+    ) -> Result<Guest, Vec<String>> {
+        if config.kind == SOFT {
+            let soft = SoftGuest::new_for_restore(config, ram).map_err(|error| vec![error.to_string()])?;
+            return self.slot.put_soft(soft).map_err(|error| vec![error.to_string()]);
+        }
+        if config.kind == LINUX {
+            let tracking = self.dirty_tracker.unwrap_or_default().tracking();
+            let linux = LinuxGuest::new_for_restore(config, ram, tracking, console)?;
+            linux.set_state_fault(self.refuse_state.map(|what| match what {
+                RefuseState::Restore => StateFault::Restore,
+                RefuseState::Save => StateFault::Save,
+            }));
+            return self.slot.put_linux(linux).map_err(|error| vec![error.to_string()]);
         }
         Ok(Guest {
             tracker: Box::new(NullTracker::new(ram.layout())),
@@ -196,6 +234,21 @@ impl Receiving {
         })
     }
 
+    fn check_kind(&self, config: &MachineConfig) -> Result<(), String> {
+        let kind = config.kind.as_str();
+        if ![SOFT, LINUX, file_guest::KIND].contains(&kind) {
+            return Err(format!(
+                "this receiver runs guests of the kinds soft, linux and file, not {kind:?}"
+            ));
+        }
+        if kind != LINUX && self.dirty_tracker.is_some_and(|way| way != DirtyTrackerChoice::Auto) {
+            return Err(format!(
+                "the receiver was started with --dirty-tracker, which is for a Linux guest, and the guest is of the kind {kind}"
+            ));
+        }
+        Ok(())
+    }
+
     /// Memory of this layout: what was populated ahead, if it fits, else new.
     fn memory(&mut self, layout: &Layout) -> Result<Arc<GuestMemory>, String> {
         if let Some(pool) = &self.pool {
@@ -203,9 +256,10 @@ impl Receiving {
                 return Ok(Arc::clone(pool));
             }
             tracing::warn!(
-                "the guest's RAM is laid out unlike what --prealloc populated ({} bytes from address 0): its memory is \
+                "the guest's RAM is laid out unlike what --prealloc populated ({} bytes in {} pieces): its memory is \
                  populated as it comes",
-                pool.layout().total_bytes()
+                pool.layout().total_bytes(),
+                pool.layout().regions().len()
             );
             // Dropped first: the new memory may need the room, or the same file.
             self.pool = None;
@@ -221,16 +275,6 @@ impl Receiving {
         }
         new_memory(layout, &self.ram_file.backing())
     }
-}
-
-fn check_kind(config: &MachineConfig) -> Result<(), String> {
-    if config.kind == "soft" || config.kind == file_guest::KIND {
-        return Ok(());
-    }
-    Err(format!(
-        "this receiver runs guests of the kinds soft and file, not '{}'",
-        config.kind
-    ))
 }
 
 fn new_memory(layout: &Layout, backing: &Backing) -> Result<Arc<GuestMemory>, String> {
@@ -254,7 +298,8 @@ mod tests {
         let words = ["test", "--listen", "tcp:127.0.0.1:0"]
             .into_iter()
             .chain(line.split_whitespace());
-        Receiving::new(&Line::try_parse_from(words).unwrap().recv)
+        let flags = Line::try_parse_from(words).unwrap().recv;
+        Receiving::new(&flags, ConsoleLine::new(None, None).unwrap())
     }
 
     fn file_config(pages: u64) -> MachineConfig {
@@ -291,6 +336,36 @@ mod tests {
         assert_eq!(guest.ram.layout().total_pages(), 512);
         assert_eq!(guest.ram.present().unwrap().count(), 0);
         assert!(receiving.pool.is_none());
+    }
+
+    #[test]
+    fn memory_for_a_linux_guest_is_populated_around_the_gap() {
+        let receiving = receiving("--prealloc=linux --max-memory 4M").unwrap();
+        assert_eq!(
+            receiving.pool.unwrap().layout().regions().len(),
+            1,
+            "below 3 GiB there is none"
+        );
+        // Not populated here: 4 GiB are too much for a test.
+        assert_eq!(Layout::pc(1 << 20).unwrap().regions().len(), 2);
+    }
+
+    #[test]
+    fn a_tracker_for_a_linux_guest_is_refused_for_another_by_name() {
+        let reasons = receiving("--dirty-tracker ring")
+            .unwrap()
+            .prepare(&file_config(16), false);
+        let reasons = reasons.unwrap_err();
+        assert!(
+            reasons[0].contains("--dirty-tracker") && reasons[0].contains("file"),
+            "{reasons:?}"
+        );
+        assert!(
+            receiving("--dirty-tracker auto")
+                .unwrap()
+                .prepare(&file_config(16), false)
+                .is_ok()
+        );
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The flags of a receiver, and what they mean together.
 
-use crate::Error;
 use crate::units::{Size, parse_duration};
+use crate::{DirtyTrackerChoice, Error};
 use clap::{Args, ValueEnum};
 use pages::PAGE_BYTES;
 use std::path::PathBuf;
@@ -51,9 +51,10 @@ pub struct RecvFlags {
     /// Rebuild RAM in this file in place of anonymous memory
     #[arg(long, value_name = "FILE")]
     pub ram: Option<PathBuf>,
-    /// Populate guest memory before a source comes: --max-memory of it, or 8G
-    #[arg(long)]
-    pub prealloc: bool,
+    /// Populate guest memory before a source comes: --max-memory of it, or 8G. A Linux guest of more than 3 GiB has a gap in
+    /// its memory, so --prealloc=linux is for it
+    #[arg(long, value_enum, value_name = "KIND", num_args = 0..=1, require_equals = true, default_missing_value = "soft")]
+    pub prealloc: Option<PreallocFor>,
     /// The most RAM that a guest may have [default: as much as fits; what stays untouched takes none]
     #[arg(long, value_name = "SIZE")]
     pub max_memory: Option<Size>,
@@ -61,31 +62,68 @@ pub struct RecvFlags {
     #[arg(long, value_enum, default_value_t, value_name = "WHAT")]
     pub after: After,
     /// How long the built-in guest runs on: being a demonstration, it powers off by itself so long after it has arrived
-    /// and checked itself; 0: it runs until SIGINT or SIGTERM
-    #[arg(long, value_parser = parse_duration, default_value = "1s", value_name = "TIME")]
-    pub run_for: Duration,
-    /// Where the running guest can be sent on from
+    /// and checked itself; 0: it runs until SIGINT or SIGTERM (default: 1s; with --control: 0). A Linux guest runs until it
+    /// powers off, a signal comes or a client says quit
+    #[arg(long, value_parser = parse_duration, value_name = "TIME")]
+    pub run_for: Option<Duration>,
+    /// Serve the guest at this Unix socket once it is here: it can be sent on from there, among other things
     #[arg(long, value_name = "SOCKET")]
     pub control: Option<PathBuf>,
+    /// How the writes of a Linux guest are tracked when it is sent on (default: auto)
+    #[arg(long, value_enum, value_name = "WAY")]
+    pub dirty_tracker: Option<DirtyTrackerChoice>,
+    /// Write what a Linux guest's console prints to this file, and let it take no input (default: its console is this
+    /// terminal, or stdin and stdout: Ctrl-A x ends the command then, Ctrl-A Ctrl-A sends a Ctrl-A)
+    #[arg(long, value_name = "FILE")]
+    pub console: Option<PathBuf>,
     /// Silence after which the source is dead
     #[arg(long, value_parser = parse_duration, default_value = "10s", value_name = "TIME")]
     pub peer_timeout: Duration,
     /// For tests of the checks: flip a byte of a page that came
     #[arg(long, hide = true, value_name = "WHEN")]
     pub corrupt_page: Option<Corrupt>,
+    /// For tests: a Linux guest's state refuses to be restored, or to be saved again
+    #[arg(long, hide = true, value_name = "WHAT")]
+    pub refuse_state: Option<RefuseState>,
+}
+
+/// What `--prealloc` populates for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum PreallocFor {
+    /// A guest whose RAM is one region from address 0
+    Soft,
+    /// A guest whose RAM leaves the last GiB below 4 GiB to devices
+    Linux,
+}
+
+/// What a guest's state refuses: a hook for tests of failing migrations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum RefuseState {
+    /// To be restored here
+    Restore,
+    /// To be saved here, when the guest is sent on
+    Save,
 }
 
 impl RecvFlags {
+    /// How long the built-in guest runs on; zero: until something ends it.
+    pub fn runs_for(&self) -> Duration {
+        let default = if self.control.is_some() { 0 } else { 1 };
+        self.run_for.unwrap_or(Duration::from_secs(default))
+    }
+
     /// Whether the flags make sense together.
     ///
     /// # Errors
     /// [`Error::Usage`] names the flags that do not.
     pub fn check(&self) -> Result<(), Error> {
-        if self.control.is_some() {
-            return Err(crate::control_is_not_there_yet());
-        }
         if self.peer_timeout.is_zero() {
             return Err(Error::Usage("--peer-timeout 0: give some time, as 10s".to_owned()));
+        }
+        if let (After::Exit, Some(_)) = (self.after, &self.control) {
+            return Err(Error::Usage(
+                "--control goes with --after run or pause: with exit there is no guest left to serve".to_owned(),
+            ));
         }
         if self.after == After::Exit && self.ram.is_none() {
             tracing::warn!("--after exit without --ram FILE: nothing will be left of the guest");
@@ -122,7 +160,15 @@ mod tests {
     #[test]
     fn defaults_are_the_contract() {
         let flags = check("").unwrap();
-        assert_eq!((flags.after, flags.run_for), (After::Run, Duration::from_secs(1)));
+        assert_eq!((flags.after, flags.runs_for()), (After::Run, Duration::from_secs(1)));
+        assert_eq!(check("--control s").unwrap().runs_for(), Duration::ZERO);
+        assert_eq!(
+            check("--control s --run-for 3s").unwrap().runs_for(),
+            Duration::from_secs(3)
+        );
+        assert_eq!(flags.prealloc, None);
+        assert_eq!(check("--prealloc").unwrap().prealloc, Some(PreallocFor::Soft));
+        assert_eq!(check("--prealloc=linux").unwrap().prealloc, Some(PreallocFor::Linux));
         assert_eq!((flags.max_memory, flags.corrupt_page), (None, None));
     }
 
@@ -130,7 +176,9 @@ mod tests {
     fn nonsense_is_refused_by_name() {
         for (line, word) in [
             ("--max-memory 1", "1 bytes"),
-            ("--control /run/guest", "--control"),
+            ("--control s --after exit", "--control"),
+            ("--prealloc=file", "file"),
+            ("--dirty-tracker magic", "magic"),
             ("--peer-timeout 0", "--peer-timeout"),
             ("--after stop", "stop"),
         ] {

@@ -52,6 +52,11 @@ impl Signals {
         }
     }
 
+    /// Waits for one that has not been heard of yet.
+    pub async fn again(&mut self) {
+        self.next().await;
+    }
+
     async fn next(&mut self) -> &'static str {
         let name = tokio::select! {
             _ = self.interrupt.recv() => "SIGINT",

@@ -1,8 +1,11 @@
 //! The flags of a migration, at the sending side, and what they mean together.
 
+use crate::host_flags::{HostFlags, Request};
 use crate::units::{parse_bandwidth, parse_duration};
+use crate::{BalloonChoice, Error, GuestFlags, GuestKind};
 use clap::{Args, ValueEnum};
 use engine::{Ask, OnTimeout, SkipSet, SourceConfig};
+use pageferry::Address;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -90,10 +93,19 @@ impl Streams {
 pub struct SendFlags {
     /// Where the receiver listens: tcp:HOST:PORT, unix:PATH or vsock:CID:PORT
     #[arg(long, value_name = "ADDR")]
-    pub to: String,
-    /// A running guest to send in place of one started here
+    pub to: Option<String>,
+    /// A running guest to send, or to do something with, in place of one started here: the control socket of its host
     #[arg(long, value_name = "SOCKET")]
     pub control: Option<PathBuf>,
+    /// What to do with a running guest beside sending it.
+    #[command(flatten)]
+    pub host: HostFlags,
+    /// How long a guest that is started here runs before it is sent; with --send-when: after that [default: 0]
+    #[arg(long, value_parser = parse_duration, value_name = "TIME")]
+    pub send_after: Option<Duration>,
+    /// Send a Linux guest that is started here once its console has printed this text, and not before
+    #[arg(long, value_name = "TEXT")]
+    pub send_when: Option<String>,
     /// Which pages to leave behind: any of free, zero, hole; or none
     #[arg(
         long,
@@ -138,26 +150,99 @@ pub struct SendFlags {
     pub dry_run: bool,
 }
 
+/// What is to be sent, or done.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Target {
+    /// A guest that is started here, to this address.
+    Here(Address),
+    /// The guest of the host at this control socket, to this address.
+    Host(PathBuf, Address),
+    /// A request to the host at this control socket.
+    Request(PathBuf, Request),
+}
+
+/// The longest text that a console is searched for, bytes.
+const MAX_TEXT_BYTES: usize = 4096;
+
 impl SendFlags {
+    /// What is to be done, and with which guest.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] names the flag that is missing, or that does not go with another one.
+    pub fn target(&self, guest: &GuestFlags) -> Result<Target, Error> {
+        let usage = |text: String| Err(Error::Usage(text));
+        let to = self.to.as_ref().map(|to| to.parse::<Address>());
+        let to = to.transpose().map_err(|error| Error::Usage(format!("--to: {error}")))?;
+        let (flag, request) = self.host.request()?.unzip();
+        if let (Some(flag), Some(_)) = (flag, &to) {
+            return usage(format!(
+                "{flag} goes with --control alone, not with --to: nothing is sent"
+            ));
+        }
+        let Some(control) = self.control.clone() else {
+            return match (flag, to) {
+                (Some(flag), _) => usage(format!("{flag} asks a host: give --control SOCKET")),
+                (None, Some(to)) => Ok(Target::Here(to)),
+                (None, None) => usage("where to send the guest is missing: give --to ADDR".to_owned()),
+            };
+        };
+        let of_a_new_guest = guest
+            .first_given()
+            .or(self.send_after.map(|_| "--send-after"))
+            .or(self.send_when.as_ref().map(|_| "--send-when"));
+        if let Some(flag) = of_a_new_guest {
+            return usage(format!(
+                "{flag} is for a guest that is started here: it does not go with --control"
+            ));
+        }
+        match (request, to) {
+            (Some(request), _) => Ok(Target::Request(control, request)),
+            (None, Some(to)) => Ok(Target::Host(control, to)),
+            (None, None) => {
+                usage("what to do with the guest at --control is missing: give --to ADDR, or --status".to_owned())
+            }
+        }
+    }
+
+    /// Whether the flags go with a guest that these others start.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] names those that do not.
+    pub fn check_guest(&self, guest: &GuestFlags) -> Result<(), Error> {
+        let usage = |text: &str| Err(Error::Usage(text.to_owned()));
+        if self.send_after.is_some_and(|time| !time.is_zero()) && guest.kind() == GuestKind::File {
+            return usage("--send-after: a guest in a file does not run, so there is nothing to wait for");
+        }
+        if let Some(text) = &self.send_when {
+            if guest.kind() != GuestKind::Linux {
+                return usage("--send-when goes with --guest linux: no other guest has a console");
+            }
+            if text.is_empty() || text.len() > MAX_TEXT_BYTES || text.chars().any(char::is_control) {
+                return usage("--send-when: give a text of one line, of 1 to 4096 bytes, that the console will print");
+            }
+        }
+        if self.ask == AskChoice::Always && guest.balloon == Some(BalloonChoice::Off) {
+            return usage("--ask always goes with no --balloon off: a guest without a balloon cannot be asked");
+        }
+        Ok(())
+    }
+
     /// What the flags mean to the engine; `local`: the receiver is on this machine.
     ///
     /// # Errors
-    /// [`crate::Error::Usage`] where values contradict each other.
-    pub fn plan(&self, local: bool) -> Result<SourceConfig, crate::Error> {
-        if self.control.is_some() {
-            return Err(crate::control_is_not_there_yet());
-        }
+    /// [`Error::Usage`] where values contradict each other.
+    pub fn plan(&self, local: bool) -> Result<SourceConfig, Error> {
         for (flag, value) in [
             ("--peer-timeout", self.peer_timeout),
             ("--connect-timeout", self.connect_timeout),
         ] {
             if value.is_zero() {
-                return Err(crate::Error::Usage(format!("{flag} 0: give some time, as 10s")));
+                return Err(Error::Usage(format!("{flag} 0: give some time, as 10s")));
             }
         }
         let has = |choice| self.skip.contains(&choice);
         if has(SkipChoice::None) && self.skip.len() > 1 {
-            return Err(crate::Error::Usage("--skip: none goes with no other reason".to_owned()));
+            return Err(Error::Usage("--skip: none goes with no other reason".to_owned()));
         }
         Ok(SourceConfig {
             skip: SkipSet {
@@ -195,6 +280,83 @@ mod tests {
     struct Line {
         #[command(flatten)]
         send: SendFlags,
+        #[command(flatten)]
+        guest: GuestFlags,
+    }
+
+    fn target(line: &str) -> Result<Target, String> {
+        let words = std::iter::once("test").chain(line.split_whitespace());
+        let line = Line::try_parse_from(words).map_err(|e| e.to_string())?;
+        let target = line.send.target(&line.guest).map_err(|e| e.to_string())?;
+        if matches!(target, Target::Here(_)) {
+            line.send.check_guest(&line.guest).map_err(|e| e.to_string())?;
+        }
+        Ok(target)
+    }
+
+    #[test]
+    fn a_guest_is_started_here_or_served_elsewhere() {
+        let to: Address = "tcp:h:1".parse().unwrap();
+        assert_eq!(target("--to tcp:h:1"), Ok(Target::Here(to.clone())));
+        assert_eq!(target("--to tcp:h:1 --control s"), Ok(Target::Host("s".into(), to)));
+        for (line, method) in [
+            ("--control s --status", "status"),
+            ("--control s --progress", "progress"),
+            ("--control s --cancel", "cancel"),
+            ("--control s --pause", "pause"),
+            ("--control s --resume --force", "resume"),
+            ("--control s --balloon-target 1G", "balloon"),
+            ("--control s --balloon-stats", "balloon-stats"),
+            ("--control s --quit", "quit"),
+        ] {
+            match target(line) {
+                Ok(Target::Request(socket, request)) => {
+                    assert_eq!((socket, request.method), (PathBuf::from("s"), method), "{line}");
+                }
+                other => panic!("{line}: {other:?}"),
+            }
+        }
+        assert!(target("--to tcp:h:1 --guest linux --kernel k --send-when login: --send-after 1s").is_ok());
+        assert!(target("--to tcp:h:1 --send-after 1s").is_ok());
+    }
+
+    #[test]
+    fn what_does_not_go_together_is_refused_by_name() {
+        for (line, word) in [
+            ("", "--to ADDR"),
+            ("--control s", "--to ADDR, or --status"),
+            ("--to there", "tcp:HOST:PORT"),
+            ("--status", "--control SOCKET"),
+            ("--control s --to tcp:h:1 --quit", "--quit goes with --control alone"),
+            ("--control s --status --quit", "--quit"),
+            ("--control s --status --force", "--force goes with --resume"),
+            ("--control s --balloon-target 4097", "4097"),
+            (
+                "--control s --to tcp:h:1 --memory 1G",
+                "--memory is for a guest that is started here",
+            ),
+            ("--control s --status --guest soft", "--guest"),
+            ("--control s --to tcp:h:1 --send-after 1s", "--send-after"),
+            ("--to tcp:h:1 --send-after 1", "'1'"),
+            ("--to tcp:h:1 --guest file --ram r --send-after 1s", "does not run"),
+            ("--to tcp:h:1 --send-when login:", "--send-when goes with --guest linux"),
+            ("--to tcp:h:1 --guest linux --kernel k --send-when=", "--send-when"),
+        ] {
+            let error = target(line).unwrap_err();
+            assert!(error.contains(word), "{line}: {error}");
+        }
+    }
+
+    #[test]
+    fn case_32_hints_of_a_guest_without_a_balloon_are_refused() {
+        for guest in ["", "--guest linux --kernel k"] {
+            let line = format!("--to tcp:h:1 --ask always --balloon off {guest}");
+            let error = target(&line).unwrap_err();
+            assert!(
+                error.contains("--ask always") && error.contains("--balloon off"),
+                "{error}"
+            );
+        }
     }
 
     fn plan(line: &str) -> Result<SourceConfig, String> {
@@ -251,7 +413,6 @@ mod tests {
             ("--peer-timeout 0", "--peer-timeout"),
             ("--hint-timeout 5", "'5'"),
             ("--max-bandwidth 10", "'10'"),
-            ("--control /run/guest", "--control"),
         ] {
             let error = plan(line).unwrap_err();
             assert!(error.contains(word), "{line}: {error}");

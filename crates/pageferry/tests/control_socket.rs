@@ -302,11 +302,9 @@ async fn after_an_unknown_end_only_an_operator_who_insists_resumes() {
         fake.accept(1);
         fake.hear_until(|m| matches!(m, Message::Hello(_)));
         fake.say(&Message::Accept(Accept { populated: false }));
-        loop {
-            match fake.hear_until(|m| matches!(m, Message::RoundEnd { .. } | Message::StateEnd { .. })) {
-                Some(Message::RoundEnd { round, .. }) => fake.say(&Message::RoundReceived { round }),
-                _ => break,
-            }
+        let end = |m: &Message| matches!(m, Message::RoundEnd { .. } | Message::StateEnd { .. });
+        while let Some(Message::RoundEnd { round, .. }) = fake.hear_until(end) {
+            fake.say(&Message::RoundReceived { round });
         }
         fake.say(&Message::Ready {
             verified: false,

@@ -15,9 +15,10 @@ use std::time::{Duration, Instant};
 const HANG: Duration = Duration::from_secs(120);
 
 /// The command of this name, beside the one that Cargo built for the test.
-fn program(name: &str) -> PathBuf {
+pub(crate) fn program(name: &str) -> PathBuf {
     let built = option_env!("CARGO_BIN_EXE_migrate-send")
         .or(option_env!("CARGO_BIN_EXE_migrate-recv"))
+        .or(option_env!("CARGO_BIN_EXE_migrate-host"))
         .unwrap();
     let path = Path::new(built).with_file_name(name);
     assert!(
@@ -35,6 +36,8 @@ pub(crate) struct Running {
     err: Option<JoinHandle<String>>,
     /// What stderr has said so far.
     heard: Arc<Mutex<String>>,
+    /// What stdout has said so far, of a plain command.
+    printed: Arc<Mutex<String>>,
     /// Where it listens, for a receiver.
     pub(crate) address: String,
     /// Its report's file.
@@ -125,6 +128,42 @@ impl Running {
         running.end()
     }
 
+    /// Starts a command of any kind, which is given no report.
+    pub(crate) fn command(name: &str, arguments: &[&str]) -> Running {
+        let (mut child, report) = Running::start(name, arguments, PathBuf::new());
+        let out = child.stdout.take().unwrap();
+        let mut running = Running::watch(child, report);
+        running.out = Some(gather(out, Arc::clone(&running.printed)));
+        running
+    }
+
+    /// Starts a host that serves a guest at `socket`, and waits until it does.
+    pub(crate) fn host(socket: &Path, arguments: &[&str]) -> Running {
+        let all = [&["--control", socket.to_str().unwrap()], arguments].concat();
+        let running = Running::command("migrate-host", &all);
+        running.wait_for("it is served at");
+        running
+    }
+
+    /// Waits until it has said something, on stdout or stderr.
+    pub(crate) fn wait_for(&self, words: &str) {
+        let began = Instant::now();
+        while !self.said().contains(words) {
+            assert!(began.elapsed() < HANG, "nothing of '{words}': {}", self.said());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// What it has said so far.
+    pub(crate) fn said(&self) -> String {
+        format!("{}{}", self.printed.lock().unwrap(), self.heard.lock().unwrap())
+    }
+
+    /// Whether it is still there.
+    pub(crate) fn is_running(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
     /// Starts a source.
     pub(crate) fn source(folder: &Path, to: &str, arguments: &[&str]) -> Running {
         let mut all = vec!["--to", to];
@@ -144,6 +183,7 @@ impl Running {
             out: None,
             err,
             heard,
+            printed: Arc::default(),
             address: String::new(),
             report,
         }
@@ -214,6 +254,12 @@ impl Ended {
         self
     }
 
+    /// The line of JSON on its stdout.
+    #[track_caller]
+    pub(crate) fn line(&self) -> Value {
+        serde_json::from_str(&self.out).unwrap_or_else(|error| panic!("{error}: {self:#?}"))
+    }
+
     /// Checks that stderr or stdout says something.
     #[track_caller]
     pub(crate) fn says(&self, words: &str) -> &Self {
@@ -239,12 +285,14 @@ impl Ended {
 /// Reads until the end; what came so far is in `heard`.
 fn gather(from: impl Read + Send + 'static, heard: Arc<Mutex<String>>) -> JoinHandle<String> {
     std::thread::spawn(move || {
-        let mut from = BufReader::new(from);
-        let mut line = String::new();
-        while from.read_line(&mut line).unwrap() > 0 {
-            heard.lock().unwrap().push_str(&line);
-            line.clear();
+        let mut from = from;
+        let mut bytes = [0; 4096];
+        loop {
+            let read = from.read(&mut bytes).unwrap();
+            if read == 0 {
+                return heard.lock().unwrap().clone();
+            }
+            heard.lock().unwrap().push_str(&String::from_utf8_lossy(&bytes[..read]));
         }
-        heard.lock().unwrap().clone()
     })
 }
