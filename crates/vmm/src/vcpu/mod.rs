@@ -113,6 +113,12 @@ impl Vcpus {
                 given: given.collect(),
             }),
         };
+        let control = Arc::downgrade(&vcpus.control);
+        ending.on_told(move || {
+            if let Some(control) = control.upgrade() {
+                control.guest_ended();
+            }
+        });
         for (index, page) in pages.into_iter().enumerate() {
             let worker = Worker {
                 index,

@@ -38,7 +38,17 @@ fn mark(guest: &Guest) {
     debug.db[0] = 0xdead_0000;
     fd.set_debug_regs(&debug).unwrap();
     msrs::write(&fd, &MARKS).unwrap();
+    let mut lapic = fd.get_lapic().unwrap();
+    for (register, value) in LAPIC_MARKS {
+        lapic.regs[register] = value;
+    }
+    // Enabled; the timer masked.
+    (lapic.regs[0xf1], lapic.regs[0x322]) = (1, 1);
+    fd.set_lapic(&lapic).unwrap();
 }
+
+/// Registers of the local APIC, and what is put into their lowest bytes: spurious interrupts, the timer.
+const LAPIC_MARKS: [(usize, std::os::raw::c_char); 2] = [(0xf0, 0x7f), (0x320, 0x31)];
 
 fn xsave(guest: &Guest) -> Vec<u8> {
     let host = guest.vm.host();
@@ -71,6 +81,11 @@ fn registers_fpu_and_a_counter_survive_in_a_fresh_vm() {
             assert_eq!(b.get_debug_regs().unwrap().db[0], 0xdead_0000);
             let numbers: Vec<u32> = MARKS.iter().map(|(number, _)| *number).collect();
             assert_eq!(msrs::read(&b, &numbers).unwrap(), MARKS);
+            let (theirs, ours) = (b.get_lapic().unwrap().regs, a.get_lapic().unwrap().regs);
+            for (register, value) in LAPIC_MARKS {
+                assert_eq!(theirs[register], value);
+                assert_eq!(theirs[register..register + 4], ours[register..register + 4]);
+            }
         }
 
         // The guest counts on from where it was, in memory and in a register.
