@@ -6,7 +6,7 @@
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -55,8 +55,12 @@ pub(crate) struct Ended {
 
 impl Running {
     fn start(name: &str, arguments: &[&str], report: PathBuf) -> (Child, PathBuf) {
+        Running::start_with(name, arguments, report, Stdio::null())
+    }
+
+    fn start_with(name: &str, arguments: &[&str], report: PathBuf, stdin: Stdio) -> (Child, PathBuf) {
         let mut command = Command::new(program(name));
-        command.args(arguments).env_remove("RUST_LOG").stdin(Stdio::null());
+        command.args(arguments).env_remove("RUST_LOG").stdin(stdin);
         if !report.as_os_str().is_empty() {
             command.arg("--report").arg(&report);
         }
@@ -135,6 +139,25 @@ impl Running {
         let mut running = Running::watch(child, report);
         running.out = Some(gather(out, Arc::clone(&running.printed)));
         running
+    }
+
+    /// Starts a command whose stdin is the test's to write, and whose report goes to stdout.
+    pub(crate) fn typed(name: &str, arguments: &[&str]) -> (Running, ChildStdin) {
+        let (mut child, report) = Running::start_with(name, arguments, PathBuf::new(), Stdio::piped());
+        let (out, stdin) = (child.stdout.take().unwrap(), child.stdin.take().unwrap());
+        let mut running = Running::watch(child, report);
+        running.out = Some(gather(out, Arc::clone(&running.printed)));
+        (running, stdin)
+    }
+
+    /// The address that a receiver which was started as a plain command says that it listens on.
+    pub(crate) fn wait_for_address(&self) -> String {
+        self.wait_for("\n");
+        let said = self.said();
+        let line = said.lines().next().unwrap();
+        line.strip_prefix("listening on ")
+            .unwrap_or_else(|| panic!("{said}"))
+            .to_owned()
     }
 
     /// Starts a host that serves a guest at `socket`, and waits until it does.

@@ -250,14 +250,18 @@ mod tests {
     fn of_many_that_find_a_stale_socket_one_takes_it() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
-        for _ in 0..20 {
+        for _ in 0..200 {
             let ControlListener { socket, file } = ControlListener::bind(&path).unwrap();
             drop(socket);
             std::mem::forget(file);
+            let together = std::sync::Arc::new(std::sync::Barrier::new(4));
             let taking: Vec<_> = (0..4)
                 .map(|_| {
-                    let path = path.clone();
-                    std::thread::spawn(move || ControlListener::bind(&path))
+                    let (path, together) = (path.clone(), std::sync::Arc::clone(&together));
+                    std::thread::spawn(move || {
+                        together.wait();
+                        ControlListener::bind(&path)
+                    })
                 })
                 .collect();
             let taken: Vec<_> = taking.into_iter().map(|thread| thread.join().unwrap()).collect();

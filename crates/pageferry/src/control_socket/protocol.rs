@@ -343,6 +343,32 @@ mod tests {
     }
 
     #[test]
+    fn the_documentation_speaks_the_protocol() {
+        let text = include_str!("../../../../docs/control.md");
+        let (mut asked, mut said) = (Vec::new(), 0);
+        for line in text.lines() {
+            if let Some(request) = line.strip_prefix("-> ") {
+                match parse(request.as_bytes()) {
+                    Ok(Request { id, .. }) => asked.push(id),
+                    Err(Malformed { error, .. }) => assert!(error.contains("no method \"fly\""), "{line}: {error}"),
+                }
+            } else if let Some(answer) = line.strip_prefix("<- ") {
+                let value: Value = serde_json::from_str(answer).unwrap_or_else(|error| panic!("{line}: {error}"));
+                assert!(value["id"].is_u64() || value["event"].is_string(), "{line}");
+                said += 1;
+            }
+        }
+        assert!(asked.len() >= 10 && said > asked.len());
+        for name in METHODS.split(", ") {
+            assert!(text.contains(&format!("\"method\":\"{name}\"")), "{name} is not there");
+        }
+        let params = serde_json::to_value(MigrateParams::default()).unwrap();
+        for name in params.as_object().unwrap().keys() {
+            assert!(text.contains(&format!("| `{name}` |")), "{name} is not there");
+        }
+    }
+
+    #[test]
     fn what_makes_no_sense_is_named_with_its_number() {
         for (line, id, word) in [
             ("", None, "no JSON"),
