@@ -304,3 +304,24 @@ fn an_instruction_that_kvm_cannot_emulate_ends_the_guest_with_its_address_and_by
     let mut machine = guest.parts().unwrap().machine;
     machine.pause().unwrap();
 }
+
+#[test]
+fn a_guest_that_has_ended_is_not_sent_as_one_that_lives() {
+    if no_kvm("a_guest_that_has_ended_is_not_sent_as_one_that_lives") {
+        return;
+    }
+    // mov edx, 0x600; mov al, 0x34; out dx, al: the sleep register, S5. Then jmp to itself.
+    let (guest, _) = boot(&[0xba, 0, 6, 0, 0, 0xb0, 0x34, 0xee, 0xeb, 0xfe], Tracking::Auto);
+    let ended = guest.ended(Duration::from_secs(30)).unwrap();
+    assert!(matches!(ended, vmm::Ended::PowerOff), "{ended}");
+    assert!(!guest.is_running());
+    let (here, there, made) = migrate(&guest, Tracking::Auto, &Printed::default(), None);
+    assert_eq!(here.outcome.ending, Ending::Failed);
+    let word = here.outcome.error.unwrap();
+    assert!(
+        word.contains("the guest has ended: it switched its power off"),
+        "{word}"
+    );
+    assert!(there.guest.is_none());
+    assert!(made.is_none_or(|made| !made.is_running()));
+}

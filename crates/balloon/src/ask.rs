@@ -49,6 +49,8 @@ impl<M: GuestAddressSpace> Balloon<M> {
             Err(format!("the guest's balloon driver did not take {name}"))
         } else if self.index_of(role).is_none() {
             Err(format!("the queue of {name} was not set up, or is broken"))
+        } else if self.is_parked() {
+            Err("the guest is paused and cannot answer".to_owned())
         } else if let Some(session) = self.asking.session() {
             Err(format!("session {session} is still open"))
         } else {

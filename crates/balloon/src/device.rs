@@ -59,6 +59,8 @@ pub struct Balloon<M: GuestAddressSpace> {
     pub(crate) acked: u64,
     pub(crate) active: bool,
     pub(crate) needs_reset: bool,
+    /// The guest is paused: nothing is written to its memory until [`Balloon::resume`].
+    parked: bool,
     pub(crate) space: Space,
     /// By number on the transport.
     pub(crate) queues: Vec<Option<Slot>>,
@@ -98,6 +100,7 @@ impl<M: GuestAddressSpace> Balloon<M> {
             acked: 0,
             active: false,
             needs_reset: false,
+            parked: false,
             space: Space::default(),
             queues: Vec::new(),
             stats: StatsQueue::default(),
@@ -231,9 +234,21 @@ impl<M: GuestAddressSpace> Balloon<M> {
         self.ballooned.replace(PageSet::empty(&self.layout));
     }
 
-    /// Catches up after a restore: looks at every queue once, and lets the guest look at the configuration space. Needs
+    /// Has the device leave guest memory alone until [`Balloon::resume`]: a statistics request would write a ring that
+    /// nobody harvests any more. Comes when vCPUs are stopped and every kick was served. Kicks are served all the same.
+    pub fn park(&mut self) {
+        self.parked = true;
+    }
+
+    /// Whether the guest is paused, as far as the device was told.
+    pub(crate) fn is_parked(&self) -> bool {
+        self.parked
+    }
+
+    /// Catches up after a restore or a pause: looks at every queue once, and lets the guest look at the configuration space. Needs
     /// interrupts and guest memory to be in place, so it comes when the guest is about to run.
     pub fn resume(&mut self) {
+        self.parked = false;
         if self.active {
             self.look_at_all();
             self.interrupts.config();
@@ -292,8 +307,11 @@ impl<M: GuestAddressSpace> Balloon<M> {
     }
 
     /// Asks for fresh statistics, by returning the buffer that is held. False where none is: there is no driver, no
-    /// statistics queue, or the last request is still unanswered.
+    /// statistics queue, the guest is paused, or the last request is still unanswered.
     pub fn request_stats(&mut self) -> bool {
+        if self.parked {
+            return false;
+        }
         let Some(index) = self.index_of(Role::Stats) else {
             return false;
         };
@@ -362,13 +380,14 @@ impl<M: GuestAddressSpace> Balloon<M> {
         let keep = self.poison().is_some();
         let (ballooned, counters) = (&mut self.ballooned, &mut self.counters);
         let (layout, discard) = (&*self.layout, &*self.discard);
+        let mut budget = layout.total_pages();
         queue.drain(
             &self.memory.memory(),
             |mem, _, chain| {
                 Ok(match role {
                     Role::Inflate => ballooned.inflate(mem, chain, counters),
                     Role::Deflate => ballooned.deflate(mem, chain, counters),
-                    _ => reporting::report(chain, layout, discard, keep, counters),
+                    _ => reporting::report(chain, layout, discard, keep, &mut budget, counters),
                 })
             },
             || *used += 1,
@@ -430,7 +449,12 @@ impl<M: GuestAddressSpace> Balloon<M> {
 
     /// A queue whose rings are broken is not touched again; the others go on.
     fn stop_queue(&mut self, role: Role, index: u16, broken: &Broken) {
-        tracing::warn!(index, ?role, error = %broken, "balloon queue stopped: its rings are broken");
+        // A driver that resets the device and breaks its rings again, over and over, is told of once.
+        if self.counters.broken_queues == 0 {
+            tracing::warn!(index, ?role, error = %broken, "balloon queue stopped: its rings are broken");
+        } else {
+            tracing::debug!(index, ?role, error = %broken, "balloon queue stopped: its rings are broken");
+        }
         self.counters.broken_queues += 1;
         self.needs_reset = true;
         match role {

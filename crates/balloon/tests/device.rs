@@ -206,6 +206,32 @@ fn case_42_the_used_length_of_what_the_device_reads_is_0() {
 }
 
 #[test]
+fn a_paused_guest_s_memory_is_left_alone_whatever_the_host_asks_for() {
+    let mut rig = Rig::new(Standard, STATS_VQ | FREE_PAGE_HINT);
+    assert_eq!(rig.send(2, &[(BUFFERS, 10, false)]), []);
+    rig.device.lock().park();
+    assert!(!rig.device.lock().request_stats());
+    assert_eq!(rig.rings[2].used(&rig.mem), [], "the ring is as it was");
+    assert!(rig.device.lock().can_ask().unwrap_err().contains("paused"));
+    rig.device.lock().resume();
+    assert!(rig.device.lock().can_ask().is_ok());
+    assert!(rig.device.lock().request_stats());
+    assert_eq!(rig.rings[2].used(&rig.mem), [(0, 0)]);
+}
+
+#[test]
+fn a_guest_that_reports_the_same_block_over_and_over_has_all_of_ram_given_back_once_a_kick() {
+    let mut rig = Rig::new(Standard, REPORTING);
+    let all = (0, 16384 * 4096, true);
+    let chain = [all, (4096, 4096, true), all, all];
+    rig.send(2, &chain);
+    let given: u64 = rig.take_discards().iter().map(|range| range.count()).sum();
+    assert_eq!(given, 16384);
+    rig.send(2, &[(8 << 20, 4 << 20, true)]);
+    assert_eq!(rig.take_discards(), [range(2048, 1024)], "the next kick has its own");
+}
+
+#[test]
 fn case_43_actual_saturates_at_ram() {
     let rig = Rig::new(Standard, 0);
     rig.device.lock().write_config(4, &u32::MAX.to_le_bytes());

@@ -79,7 +79,8 @@ pub struct BootFiles {
 pub struct Console {
     /// What is typed: read by a thread of the device, never by more than the guest takes. `None`: nothing is.
     pub input: Option<OwnedFd>,
-    /// What the guest prints. A write that fails is dropped, with one warning.
+    /// What the guest prints, written on the thread of the vCPU that prints. It must not block for long: the vCPU stands
+    /// still meanwhile, and so does whoever pauses the machine. A write that fails is dropped, with one warning.
     pub output: Box<dyn Write + Send>,
 }
 

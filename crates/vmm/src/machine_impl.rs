@@ -37,8 +37,8 @@ impl LinuxMachine {
                 ));
             }
         }
-        self.inner.board.resume()?;
-        self.inner.vcpus.resume().inspect_err(|_| {
+        let resumed = self.inner.board.resume().and_then(|()| self.inner.vcpus.resume());
+        resumed.inspect_err(|_| {
             // No vCPU runs; the board must not write either.
             if let Err(error) = self.inner.board.pause() {
                 tracing::warn!(%error, "the board cannot be paused again");
@@ -53,6 +53,10 @@ impl LinuxMachine {
         }
         if *content != Content::Guest {
             return Err(Error::Condition("there is no guest to save in this machine".to_owned()));
+        }
+        // It may have ended while it was being moved: what is left of it must not live on elsewhere.
+        if let Some(how) = self.inner.ending.get() {
+            return Err(Error::Condition(format!("the guest has ended: {how}")));
         }
         let mut sections = self.inner.vcpus.save()?;
         sections.extend(self.inner.vm.save()?);

@@ -1,7 +1,8 @@
 //! The seams between the VM, its vCPUs and its board, so that each can be built and tested without the others.
 
 use crate::{Ended, Error, Result};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::fmt;
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 use vmm_sys_util::eventfd::EventFd;
 
@@ -33,10 +34,17 @@ pub(crate) trait Exits: Send + Sync {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Ending(Arc<EndingInner>);
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct EndingInner {
     how: Mutex<Option<Ended>>,
     told: Condvar,
+    stop: OnceLock<Box<dyn Fn() + Send + Sync>>,
+}
+
+impl fmt::Debug for EndingInner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ending").field("how", &self.how).finish_non_exhaustive()
+    }
 }
 
 impl Ending {
@@ -44,10 +52,22 @@ impl Ending {
     /// does not acknowledge anything by that: a pause of an ended guest still finds every vCPU parked.
     pub(crate) fn tell(&self, how: Ended) {
         let mut known = self.0.how.lock().unwrap_or_else(PoisonError::into_inner);
-        if known.is_none() {
-            tracing::info!(%how, "the guest ended");
-            *known = Some(how);
-            self.0.told.notify_all();
+        if known.is_some() {
+            return;
+        }
+        tracing::info!(%how, "the guest ended");
+        *known = Some(how);
+        self.0.told.notify_all();
+        drop(known);
+        if let Some(stop) = self.0.stop.get() {
+            stop();
+        }
+    }
+
+    /// Has `stop` called when the guest ends, from whatever thread tells it: it kicks the vCPUs. For one owner, once.
+    pub(crate) fn on_told(&self, stop: impl Fn() + Send + Sync + 'static) {
+        if self.0.stop.set(Box::new(stop)).is_err() {
+            tracing::error!("the end of a guest is watched twice");
         }
     }
 

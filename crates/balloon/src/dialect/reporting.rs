@@ -10,12 +10,14 @@ use crate::inflate::{give_back, push_joined, whole_granules};
 use crate::queue::{Chain, Fate};
 use pages::{Layout, PageRange};
 
-/// Serves one chain. `keep` is whether the blocks must keep what they hold.
+/// Serves one chain. `keep` is whether the blocks must keep what they hold. `budget` is how many more pages are given back
+/// for this kick: a guest that names the same block over and over must not hold the device up.
 pub(crate) fn report(
     chain: &Chain,
     layout: &Layout,
     discard: &dyn Discard,
     keep: bool,
+    budget: &mut u64,
     counters: &mut Counters,
 ) -> Fate {
     if chain.readable().next().is_some() {
@@ -36,6 +38,12 @@ pub(crate) fn report(
     }
     if !keep {
         for range in ranges {
+            if range.count() > *budget {
+                tracing::debug!(%range, "reported more than all of RAM in one go: not given back");
+                counters.malformed += 1;
+                break;
+            }
+            *budget -= range.count();
             give_back(discard, range, counters);
         }
     }

@@ -4,7 +4,7 @@
 //! - The topology is ours: one package, a core a vCPU, one thread a core, local APIC id = the vCPU's number. KVM passes on
 //!   what the core says that happens to run us.
 //! - Not offered: MONITOR and MWAIT (KVM would not run them as such), performance counters (they are the host's),
-//!   nested virtualization (its state is not moved).
+//!   nested virtualization and shadow stacks (their state is not moved), AVX10 (not compared between hosts).
 //! - KVM's own leaves (0x4000_0000 and on) stay as they are: the guest takes its clock from them.
 //!
 //! `supported` is what `KVM_GET_SUPPORTED_CPUID` gave, with the TSC deadline bit set where `KVM_CAP_TSC_DEADLINE_TIMER`
@@ -20,6 +20,12 @@ const ECX_VMX: u32 = 1 << 5;
 const ECX_PERFORMANCE_CAPABILITIES: u32 = 1 << 15;
 const ECX_HYPERVISOR: u32 = 1 << 31;
 const EDX_HYPERTHREADS: u32 = 1 << 28;
+// Leaf 7, its first and second part.
+const ECX_SHADOW_STACK: u32 = 1 << 7;
+const EDX_INDIRECT_BRANCH_TRACKING: u32 = 1 << 20;
+const EDX_AVX10: u32 = 1 << 19;
+// Leaf 0xd, its second part: state of shadow stacks, the user's and the kernel's.
+const ECX_SHADOW_STACK_STATE: u32 = 0b11 << 11;
 // Leaf 0x8000_0001.
 const ECX_COMPATIBILITY_LEGACY: u32 = 1 << 1;
 const ECX_SVM: u32 = 1 << 2;
@@ -129,8 +135,14 @@ fn adapt(entry: &mut kvm_cpuid_entry2, place: Place, amd: bool) {
             put_bit(&mut entry.ecx, ECX_HYPERVISOR, true);
             put_bit(&mut entry.edx, EDX_HYPERTHREADS, several);
         }
-        // MONITOR and MWAIT; performance counters, Intel's and AMD's; nested virtualization.
-        5 | 0xa | 0x8000_000a | 0x8000_0022 => clear(entry),
+        7 if entry.index == 0 => {
+            put_bit(&mut entry.ecx, ECX_SHADOW_STACK, false);
+            put_bit(&mut entry.edx, EDX_INDIRECT_BRANCH_TRACKING, false);
+        }
+        7 if entry.index == 1 => put_bit(&mut entry.edx, EDX_AVX10, false),
+        0xd if entry.index == 1 => put_bit(&mut entry.ecx, ECX_SHADOW_STACK_STATE, false),
+        // MONITOR and MWAIT; performance counters, Intel's and AMD's; AVX10; nested virtualization.
+        5 | 0xa | 0x24 | 0x8000_000a | 0x8000_0022 => clear(entry),
         4 => {
             cache_sharing(entry, place);
             if entry.eax & 0x1f != 0 {
@@ -209,7 +221,7 @@ mod tests {
         kvm_cpuid_entry2 {
             function,
             index,
-            flags: if matches!(function, 4 | 0xb | 0xd | 0x1f | 0x8000_001d | 0x8000_0026) {
+            flags: if matches!(function, 4 | 7 | 0xb | 0xd | 0x1f | 0x8000_001d | 0x8000_0026) {
                 KVM_CPUID_FLAG_SIGNIFCANT_INDEX
             } else {
                 0
@@ -240,8 +252,10 @@ mod tests {
             entry(4, 2, (0, 0, 0, 0)),
             entry(5, 0, ALL),
             entry(7, 0, ALL),
+            entry(7, 1, ALL),
             entry(0xa, 0, ALL),
             entry(0xd, 1, ALL),
+            entry(0x24, 0, ALL),
             entry(0x4000_0000, 0, (0x4000_0001, 0x4b4d_564b, 0x564b_4d56, 0x4d)),
             entry(0x4000_0001, 0, (0x0100_7efb, 0, 0, 0)),
             entry(0x8000_0001, 0, ALL),
@@ -273,6 +287,16 @@ mod tests {
 
     const INTEL: &[u8; 12] = b"GenuineIntel";
     const AMD: &[u8; 12] = b"AuthenticAMD";
+
+    #[test]
+    fn what_has_state_that_is_not_moved_is_not_offered() {
+        let map = of(INTEL, 0, 1);
+        let (_, _, ecx, edx) = map[&(7, 0)];
+        assert_eq!((!ecx, !edx), (ECX_SHADOW_STACK, EDX_INDIRECT_BRANCH_TRACKING));
+        assert_eq!(!map[&(7, 1)].3, EDX_AVX10);
+        assert_eq!(!map[&(0xd, 1)].2, ECX_SHADOW_STACK_STATE);
+        assert_eq!(map[&(0x24, 0)], (0, 0, 0, 0));
+    }
 
     #[test]
     fn every_leaf_knows_the_vcpu_by_its_number_for_all_counts() {
@@ -334,7 +358,7 @@ mod tests {
             }
             let host = host(vendor);
             for kept in host.as_slice() {
-                if matches!(kept.function, 0 | 2 | 7 | 0xd | 0x4000_0000 | 0x4000_0001) {
+                if matches!(kept.function, 0 | 2 | 0x4000_0000 | 0x4000_0001) {
                     let registers = (kept.eax, kept.ebx, kept.ecx, kept.edx);
                     assert_eq!(map[&(kept.function, kept.index)], registers, "{:#x}", kept.function);
                 }

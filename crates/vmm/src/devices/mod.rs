@@ -199,7 +199,9 @@ impl Board {
     /// The device thread is gone, because of which the guest has ended.
     pub(crate) fn pause(&self) -> Result<()> {
         self.serial.pause();
-        self.thread.pause()
+        self.thread.pause()?;
+        self.transports.iter().for_each(|transport| transport.pause());
+        Ok(())
     }
 
     /// Catches up with what was lost on the way (looks at every queue, raises again the interrupts that are pending), and

@@ -114,6 +114,10 @@ impl VirtioDevice for VirtioBalloon {
         self.shared.lock().queue_config(index)
     }
 
+    fn pause(&self) {
+        self.shared.lock().park();
+    }
+
     fn resume(&self) {
         self.shared.lock().resume();
     }

@@ -12,6 +12,7 @@ use crate::devices::bus::BusDevice;
 use crate::state::{Incoming, section};
 use balloon::Interrupts;
 use machine::Section;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use virtio_bindings::virtio_config::VIRTIO_CONFIG_S_NEEDS_RESET;
 use virtio_bindings::virtio_mmio::*;
@@ -37,6 +38,8 @@ pub(crate) struct Transport {
     registers: Mutex<Registers>,
     line: Arc<Line>,
     device: Arc<dyn VirtioDevice>,
+    /// A driver that does it wrong over and over is told of once.
+    warned: AtomicBool,
 }
 
 impl Transport {
@@ -47,6 +50,7 @@ impl Transport {
             registers: Mutex::new(Registers::new(device.queue_sizes())),
             line,
             device,
+            warned: AtomicBool::new(false),
         }
     }
 
@@ -61,6 +65,11 @@ impl Transport {
         } else {
             tracing::debug!(device = %self.name, queue, "kick of a queue that does not exist");
         }
+    }
+
+    /// From here on the device writes nothing to guest memory by itself.
+    pub(crate) fn pause(&self) {
+        self.device.pause();
     }
 
     /// Catches up when the guest is about to run on.
@@ -196,19 +205,27 @@ impl Transport {
             FEATURES_OK => match self.device.ack_features(registers.driver_features) {
                 Ok(()) => true,
                 Err(error) => {
-                    tracing::warn!(device = %self.name, %error, "the driver's features are refused");
+                    self.warn(&error, "the driver's features are refused");
                     false
                 }
             },
             DRIVER_OK => {
                 if let Err(error) = self.device.activate(&registers.queues) {
-                    tracing::warn!(device = %self.name, %error, "the device cannot be started");
+                    self.warn(&error, "the device cannot be started");
                     registers.failed = true;
                     self.line.config();
                 }
                 true
             }
             _ => true,
+        }
+    }
+
+    fn warn(&self, error: &::balloon::Error, what: &str) {
+        if self.warned.swap(true, Ordering::Relaxed) {
+            tracing::debug!(device = %self.name, %error, "{what}");
+        } else {
+            tracing::warn!(device = %self.name, %error, "{what}");
         }
     }
 

@@ -55,6 +55,8 @@ pub(crate) trait VirtioDevice: Send + Sync {
     fn driver(&self) -> Driver;
     /// Where queue `index` lies, as the device has it; `None` where it does not use it.
     fn queue_config(&self, index: usize) -> Option<QueueConfig>;
+    /// The machine is paused: the device writes no guest memory for whatever the host asks of it.
+    fn pause(&self) {}
     /// Catches up when the guest is about to run on: looks at every queue.
     fn resume(&self);
     /// Its own state.

@@ -14,6 +14,7 @@ use machine::Section;
 use memory::{DeviceMemory, VmMemory};
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use virtio_bindings::virtio_ids::VIRTIO_ID_RNG;
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryBackend};
@@ -41,6 +42,8 @@ pub(crate) struct Rng {
     memory: DeviceMemory,
     line: Arc<Line>,
     inner: Mutex<Inner>,
+    /// A driver that breaks its rings over and over is told of once.
+    warned: AtomicBool,
 }
 
 impl Rng {
@@ -49,6 +52,7 @@ impl Rng {
             memory,
             line,
             inner: Mutex::default(),
+            warned: AtomicBool::new(false),
         }
     }
 
@@ -72,7 +76,11 @@ impl Rng {
             self.line.queue(0);
         }
         if let Err(error) = done {
-            tracing::warn!(%error, "entropy queue stopped: its rings are broken");
+            if self.warned.swap(true, Ordering::Relaxed) {
+                tracing::debug!(%error, "entropy queue stopped: its rings are broken");
+            } else {
+                tracing::warn!(%error, "entropy queue stopped: its rings are broken");
+            }
             inner.queue = None;
             inner.needs_reset = true;
             self.line.config();
