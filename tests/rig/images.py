@@ -79,21 +79,33 @@ def _clock_words(work):
     return f"tsc_early_khz={run('measuring the clock', [str(program)]).strip()}"
 
 
-def build(work, *, programs=None):
-    """Builds all of it in `work`; `programs`: the folder that our programs are in, else they are built."""
+def _stock():
+    """Debian's kernel, busybox, and the folder of the kernel's modules."""
     kernel, busybox = packages.kernel_and_busybox(refresh=False)
     package = kernel.parent.parent
     tree = next((path for path in (package / "lib/modules", package / "usr/lib/modules") if path.is_dir()), None)
     if tree is None:
         raise ScriptError(f"the kernel package in {package} came without its modules; try --refresh")
-    folder = programs or build_programs()
-    progress(f"building images of {kernel.name} and of the programs in {folder}")
+    return kernel, busybox, tree
 
+
+def build_guest(work):
+    """Builds what a guest boots in `work`; returns its kernel and its initrd."""
+    kernel, busybox, tree = _stock()
     program = work / "rig-guest"
     compile_static("the guest's program", HERE / "guest.c", program)
     guest = _start(busybox, "guest-init")
     guest.program("bin/rig-guest", program.read_bytes())
     _add_modules(guest, tree, _GUEST_MODULES)
+    return kernel, guest.write(work / "guest.cpio")
+
+
+def build(work, *, programs=None):
+    """Builds all of it in `work`; `programs`: the folder that our programs are in, else they are built."""
+    folder = programs or build_programs()
+    kernel, busybox, tree = _stock()
+    progress(f"building images of {kernel.name} and of the programs in {folder}")
+    _, guest_initrd = build_guest(work)
 
     host = _start(busybox, "host-init")
     _add_modules(host, tree, _HOST_MODULES)
@@ -104,5 +116,5 @@ def build(work, *, programs=None):
             raise ScriptError(f"{path} is not there: build it by cargo build --release -p {name}")
         _add_program(host, name, path, work, seen)
     host.file("guest/vmlinuz", kernel.read_bytes())
-    host.file("guest/initrd", guest.write(work / "guest.cpio").read_bytes())
+    host.file("guest/initrd", guest_initrd.read_bytes())
     return Images(kernel, host.write(work / "host.cpio"), _clock_words(work))

@@ -176,7 +176,10 @@ fn migrate(
             *keep.lock().unwrap() = Some(guest);
             Ok(parts)
         });
-        let sending = Migration::send(as_guest(source), &address, verified());
+        // Slow enough that the guest writes everything again meanwhile.
+        let mut options = verified();
+        options.max_bandwidth = Some(4 << 20);
+        let sending = Migration::send(as_guest(source), &address, options);
         tokio::join!(receiving.finish(), sending.finish())
     });
     let made = made.lock().unwrap().take();

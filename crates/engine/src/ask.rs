@@ -119,6 +119,7 @@ const PAGES_TO_JUDGE: u64 = 4 * MIB_PAGES;
 /// Watches whether an allocating guest writes the pages that it hands over.
 #[derive(Clone, Debug)]
 pub(crate) struct CostWatch {
+    allocates: bool,
     watching: bool,
     asked: u32,
     answered: u32,
@@ -130,12 +131,18 @@ impl CostWatch {
     /// Watches a guest that allocates; one that looks costs nothing.
     pub(crate) fn new(allocates: bool) -> Self {
         CostWatch {
+            allocates,
             watching: allocates,
             asked: 0,
             answered: 0,
             peeked: 0,
             written: 0,
         }
+    }
+
+    /// Whether the guest allocates what it hands over.
+    pub(crate) fn allocates(&self) -> bool {
+        self.allocates
     }
 
     /// What of an answered range to peek at, if anything.

@@ -287,6 +287,19 @@ fn case_32_hints_where_they_cannot_be_used_are_refused() {
 }
 
 #[test]
+fn a_guest_that_allocated_what_it_handed_over_has_it_back_when_it_is_paused() {
+    let mut setup = Setup::plain(33, 400);
+    setup.guest.allocates = true;
+    let mut pair = Pair::new(setup);
+    until(&mut pair, |p| p.count(Step::EndHints) == 1);
+    assert!(pair.guest.waits && pair.guest.running);
+    until(&mut pair, |p| p.count(Step::EndHints) == 2);
+    assert!(!pair.guest.waits && !pair.guest.running);
+    finish(&mut pair);
+    assert_eq!(pair.ends().0, Some(Ending::Completed));
+}
+
+#[test]
 fn a_guest_that_zeroes_what_it_hands_over_is_asked_no_longer() {
     for (ask, early) in [(Ask::Auto, true), (Ask::Always, false)] {
         let mut setup = quiet(5, Layout::flat(64 << 10).unwrap());

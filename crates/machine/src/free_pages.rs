@@ -71,7 +71,8 @@ pub trait FreePages: Send {
     fn end(&mut self, session: u32) -> Result<()>;
 
     /// Ends the session as [`FreePages::end`] does, but leaves the guest without the pages that it handed over until
-    /// `end` is called: for a guest that writes pages as it frees them (poison), which would make all of them dirty.
+    /// `end` is called: for a guest that writes as it frees them (what it keeps of each page; with poison the pages), which
+    /// would make all of that dirty.
     fn hold(&mut self, session: u32) -> Result<()> {
         self.end(session)
     }

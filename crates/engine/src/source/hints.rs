@@ -85,9 +85,10 @@ impl Source {
         self.timers.clear(Timer::Hints);
         self.hints.ended_at = Some(self.now);
         if !self.planted.has(Fault::ForgetEndHints) {
-            // A guest that poisons what it frees would write every page that it handed over, now that writes are
-            // tracked. It gets them back at the destination, or when this fails.
-            let hold = self.hints.poison.is_some();
+            // To free a page is to write: its `struct page` at least, with poison the page itself. A guest that has to free
+            // all that it handed over would do so now, while writes are tracked and cost most, and all of it would be sent
+            // again. It gets its pages back at the destination, or when this fails.
+            let hold = self.hints.watch.allocates() || self.hints.poison.is_some();
             self.push(SourceAction::EndHints { session, hold });
         }
         self.rounds.open_gate();
