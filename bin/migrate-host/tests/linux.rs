@@ -425,6 +425,9 @@ fn a_guest_that_could_not_be_sent_goes_on_here() {
     asked.expect(4);
 }
 
+/// How a command at a terminal is brought to its end.
+type Way = Box<dyn Fn(&mut AtTerminal)>;
+
 /// A command at a terminal of its own.
 struct AtTerminal {
     child: std::process::Child,
@@ -521,7 +524,7 @@ fn a_terminal_is_raw_while_the_guest_runs_and_as_it_was_however_that_ends() {
         }
     };
     let types = |bytes: &'static [u8]| move |at: &mut AtTerminal| at.ours.write_all(bytes).unwrap();
-    let ways: [(&str, Box<dyn Fn(&mut AtTerminal)>); 6] = [
+    let ways: [(&str, Way); 6] = [
         ("power off", Box::new(types(b"q"))),
         ("Ctrl-A x", Box::new(types(b"\x01x"))),
         ("SIGTERM", Box::new(signal(Signal::TERM))),

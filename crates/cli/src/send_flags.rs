@@ -97,9 +97,6 @@ pub struct SendFlags {
     /// A running guest to send, or to do something with, in place of one started here: the control socket of its host
     #[arg(long, value_name = "SOCKET")]
     pub control: Option<PathBuf>,
-    /// What to do with a running guest beside sending it.
-    #[command(flatten)]
-    pub host: HostFlags,
     /// How long a guest that is started here runs before it is sent; with --send-when: after that [default: 0]
     #[arg(long, value_parser = parse_duration, value_name = "TIME")]
     pub send_after: Option<Duration>,
@@ -148,6 +145,9 @@ pub struct SendFlags {
     /// Only run both sides' checks: exits 0 if both agree, 3 if one refuses, 4 if no receiver answers
     #[arg(long)]
     pub dry_run: bool,
+    /// What to do with a running guest beside sending it. Last: its heading would hold for what follows.
+    #[command(flatten)]
+    pub host: HostFlags,
 }
 
 /// What is to be sent, or done.

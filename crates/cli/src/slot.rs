@@ -61,7 +61,7 @@ pub struct SelfChecked {
 }
 
 impl SelfChecked {
-    /// For the report; `ticks` as [`SoftSlot::run`] gave it.
+    /// For the report; `ticks` as [`GuestSlot::run`] gave it.
     pub fn report(&self, ticks: u64) -> GuestReport {
         GuestReport {
             self_check: Some(if self.result.is_ok() { "passed" } else { "failed" }),
