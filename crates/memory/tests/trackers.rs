@@ -25,6 +25,8 @@ enum Tracker {
     Uffd,
     /// With markers everywhere.
     UffdProtect,
+    /// Of a guest under KVM, whose page tables follow ours.
+    UffdKvm,
     KvmLog,
     KvmManual,
     KvmRing,
@@ -123,6 +125,10 @@ impl Rig {
             }
             Tracker::Uffd => Box::new(UffdTracker::new(&memory).unwrap()),
             Tracker::UffdProtect => Box::new(UffdTracker::with_unpopulated(&memory, Unpopulated::Protect).unwrap()),
+            Tracker::UffdKvm => {
+                guest(false)?;
+                Box::new(UffdTracker::new(&memory).unwrap())
+            }
             Tracker::KvmLog => Box::new(KvmLogTracker::new(&guest(false)?.slots)),
             Tracker::KvmManual => Box::new(KvmManualTracker::new(&guest(false)?.slots).unwrap()),
             Tracker::KvmRing => {
@@ -396,6 +402,7 @@ suite! {
     uffd_memfd_protect: Kind::Memfd, Tracker::UffdProtect;
     uffd_tmpfs: Kind::Tmpfs, Tracker::Uffd;
     uffd_disk: Kind::Disk, Tracker::Uffd;
+    uffd_kvm: Kind::Anonymous, Tracker::UffdKvm;
     kvm_log: Kind::Anonymous, Tracker::KvmLog;
     kvm_manual: Kind::Anonymous, Tracker::KvmManual;
     kvm_manual_memfd: Kind::Memfd, Tracker::KvmManual;
