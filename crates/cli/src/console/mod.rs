@@ -5,7 +5,8 @@
 //!   that time ([`terminal`]), so Ctrl-C is the guest's; Ctrl-A x ends the command.
 //!
 //! Invariants: a reader of stdout that is gone or slow costs output and never the guest; a terminal is as it was when the
-//! command ends, however it ends but by SIGKILL.
+//! command ends, unless a signal ends it that no process can act on (SIGKILL), or that this one does not (SIGSEGV and its
+//! like).
 
 mod input;
 mod output;
@@ -133,7 +134,7 @@ impl ConsoleLine {
     /// Waits, for a bounded time, until what the guest has printed is out. Says so where it is not.
     pub fn drain(&self) {
         if !self.0.output.drain(DRAIN_WITHIN) {
-            say_stderr("warning: the last of the guest's console output is lost: nobody takes it");
+            say_stderr("warning: some of the guest's console output is lost: nobody took it");
         }
     }
 }

@@ -3,6 +3,9 @@
 //! The guest's vCPU prints, so printing must not stop it for long: a pipe that nobody reads would, by and by, hold up a
 //! pause and with it a migration. A full queue is waited for while it moves, so a slow terminal slows a chatty guest down;
 //! one that does not move for [`STALLED`] is passed by, and output is lost until it moves again.
+//!
+//! Invariant: nothing is logged by the thread that prints, nor with the lock held: stderr may be the very pipe that nobody
+//! reads. That output was lost is said by the thread that writes, or at the end.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -44,6 +47,8 @@ struct State {
     moved: Instant,
     /// The sink takes nothing at the moment.
     stalled: bool,
+    /// Output was lost, and nobody has been told yet.
+    lost: bool,
     /// The sink failed: it takes nothing any more.
     gone: bool,
     finder: Option<Finder>,
@@ -64,6 +69,7 @@ impl Output {
                 writing: false,
                 moved: Instant::now(),
                 stalled: false,
+                lost: false,
                 gone: false,
                 finder: wanted.map(Finder::new),
             }),
@@ -95,13 +101,14 @@ impl Output {
         }
     }
 
-    /// Waits until all is written; `false` if that takes longer than `within`, or the sink takes nothing.
+    /// Waits until all is written; `false` if that takes longer than `within`, or output was lost that nobody has been told
+    /// of.
     pub(super) fn drain(&self, within: Duration) -> bool {
         let unwritten =
             |state: &mut State| !state.gone && state.sink.is_none() && (state.writing || !state.queue.is_empty());
         let waited = self.0.changed.wait_timeout_while(lock(&self.0), within, unwritten);
         let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        !unwritten(&mut state) && !state.stalled
+        !unwritten(&mut state) && !std::mem::take(&mut state.lost)
     }
 
     fn push(&self, bytes: &[u8]) {
@@ -124,13 +131,8 @@ impl Output {
             }
             let left = STALLED.saturating_sub(state.moved.elapsed());
             if state.stalled || left.is_zero() {
-                if !state.stalled {
-                    tracing::warn!(
-                        "{} takes nothing: the guest's console output is lost until it does",
-                        self.0.name
-                    );
-                }
                 state.stalled = true;
+                state.lost = true;
                 return;
             }
             let waited = self.0.changed.wait_timeout(state, left);
@@ -164,18 +166,21 @@ fn write_out(shared: &Shared, mut sink: File) {
             let mut state = lock(shared);
             state.moved = Instant::now();
             state.stalled = false;
+            let lost = std::mem::take(&mut state.lost);
+            if written.is_err() {
+                state.gone = true;
+                state.queue = Vec::new();
+            }
+            drop(state);
+            shared.changed.notify_all();
+            if lost {
+                tracing::warn!("{} took nothing for a while: console output was lost", shared.name);
+            }
             if let Err(error) = written {
                 tracing::warn!(
                     "the guest's console output cannot be written to {}: {error}; the guest goes on without",
                     shared.name
                 );
-                state.gone = true;
-                state.queue = Vec::new();
-            }
-            let gone = state.gone;
-            drop(state);
-            shared.changed.notify_all();
-            if gone {
                 return;
             }
         }
@@ -278,6 +283,35 @@ mod tests {
         while !output.drain(Duration::from_millis(50)) {}
         output.write_all(b"again").unwrap();
         reader.join().unwrap();
+    }
+
+    /// Notes that something was logged.
+    struct Noting(Arc<std::sync::atomic::AtomicBool>);
+
+    impl Write for Noting {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.store(true, std::sync::atomic::Ordering::SeqCst);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn the_thread_that_prints_logs_nothing_where_nobody_reads() {
+        let (mut output, _read) = piped(None);
+        let logged = Arc::new(std::sync::atomic::AtomicBool::new(false));
+        let noting = Arc::clone(&logged);
+        let log = tracing_subscriber::fmt().with_writer(move || Noting(Arc::clone(&noting)));
+        tracing::subscriber::with_default(log.finish(), || {
+            for _ in 0..20 {
+                output.write_all(&[b'x'; 1 << 20]).unwrap();
+            }
+        });
+        assert!(!logged.load(std::sync::atomic::Ordering::SeqCst));
+        assert!(!output.drain(Duration::ZERO), "the end tells of it");
     }
 
     #[tokio::test]
