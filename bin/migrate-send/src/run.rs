@@ -2,7 +2,8 @@
 
 use crate::{Arguments, host};
 use cli::{
-    ConsoleLine, Error, GuestPlan, GuestReport, GuestSlot, Lived, ReportOut, Role, Signals, Started, Target, say_stderr,
+    Attached, ConsoleLine, Error, GuestPlan, GuestReport, GuestSlot, Lived, ReportOut, Role, Signals, Started, Target,
+    say_stderr,
 };
 use pageferry::{Address, Ending, Finished, Guest, Handle, Migration, SendOptions};
 use std::time::Duration;
@@ -75,23 +76,52 @@ impl Sending<'_> {
             self.drain();
             return Err(early(error));
         }
-        let dry_run = options.source.dry_run;
         let handle = Migration::send(guest, to, options);
         // Over a console that is on the same terminal, a bar could not be read.
         let no_bar = quiet || self.has_stdout();
         let bar = cli::show_progress(no_bar, handle.observer());
-        let (finished, harm) = watch(handle, &slot, &mut signals).await?;
+        let (finished, harm) = watch(handle, &slot, &mut signals).await;
         drop(bar);
-        let Finished { outcome, guest } = finished;
+        self.after(finished, harm, slot, attached, &mut signals).await
+    }
+
+    /// Reports, and sees to the guest that stayed here, if one did.
+    async fn after(
+        &self,
+        finished: Finished,
+        harm: Option<Error>,
+        slot: GuestSlot,
+        attached: Option<Attached>,
+        signals: &mut Signals,
+    ) -> Result<u8, Error> {
+        let Finished { mut outcome, guest } = finished;
+        let dry_run = self.arguments.send.dry_run;
+        if let Some(harm) = &harm {
+            // The ending is the migration's, and so is the exit code.
+            outcome.error = Some(match &outcome.error {
+                Some(error) => format!("{harm} ({error})"),
+                None => harm.to_string(),
+            });
+            outcome.report.error.clone_from(&outcome.error);
+        }
         if let Some(error) = &outcome.error {
             say_stderr(format_args!("migrate-send: {}: {error}", outcome.ending));
         }
         let stayed = !matches!(outcome.ending, Ending::Completed | Ending::Unknown);
+        cli::or_warn(self.out.write_file(&outcome.report, None));
         let code = match (guest, self.console.is_some()) {
+            (Some(guest), _) if outcome.ending == Ending::Unknown && harm.is_none() && !slot.is_empty() => {
+                drop(attached);
+                self.drain();
+                cli::or_warn(self.out.conclude(&outcome.report, None));
+                keep(signals).await;
+                drop(guest);
+                slot.clear();
+                outcome.ending.exit_code()
+            }
             (Some(guest), true) if stayed && !dry_run && !signals.pending() && harm.is_none() => {
-                cli::or_warn(self.out.write_file(&outcome.report, None));
                 say_stderr("guest: goes on here");
-                let lived = cli::live(&slot, guest, None, &mut signals).await?;
+                let lived = cli::live(&slot, guest, None, signals).await?;
                 slot.clear();
                 drop(attached);
                 self.drain();
@@ -106,15 +136,11 @@ impl Sending<'_> {
                 slot.clear();
                 drop(attached);
                 self.drain();
-                cli::or_warn(self.out.write_file(&outcome.report, None));
                 cli::or_warn(self.out.conclude(&outcome.report, None));
-                match harm {
-                    Some(error) => return Err(error),
-                    None => outcome.ending.exit_code(),
-                }
+                outcome.ending.exit_code()
             }
             (guest, false) => {
-                let word = self.self_check(stayed, guest.as_ref(), &slot, &mut signals).await?;
+                let word = self.self_check(stayed, guest.as_ref(), &slot, signals).await?;
                 self.conclude(&outcome.report, word)?;
                 outcome.ending.exit_code()
             }
@@ -182,29 +208,40 @@ impl Sending<'_> {
     }
 }
 
+/// Nobody knows whether the receiver runs the guest, so the copy here may be the only one: it is there, paused, for as long
+/// as this command is, which only a signal ends. One that came before these words was meant for the migration.
+async fn keep(signals: &mut Signals) {
+    signals.pending();
+    say_stderr(
+        "guest: stays paused here until SIGINT or SIGTERM ends this command, and is lost then: find out first whether the \
+         receiver runs it",
+    );
+    signals.again().await;
+}
+
 /// Waits for a migration's end, and asks for it when a signal comes, or when the guest has ended by itself: what is left of
 /// it is not worth sending. What it came to harm by is told beside.
-async fn watch(handle: Handle, slot: &GuestSlot, signals: &mut Signals) -> Result<(Finished, Option<Error>), Error> {
+async fn watch(handle: Handle, slot: &GuestSlot, signals: &mut Signals) -> (Finished, Option<Error>) {
     let (cancel, cancel_too) = (handle.canceller(), handle.canceller());
     let end = signals.watch(handle.finish(), cancel);
     tokio::pin!(end);
     if !slot.is_linux() {
-        return Ok((end.await, None));
+        return (end.await, None);
     }
     let ended = tokio::select! {
         biased;
-        finished = &mut end => return Ok((finished, None)),
-        ended = slot.ended() => ended?,
+        finished = &mut end => return (finished, None),
+        ended = slot.ended() => ended,
     };
     cancel_too();
     let finished = end.await;
-    let harm = match cli::ended_because(&ended) {
+    let harm = match ended.and_then(|ended| cli::ended_because(&ended)) {
         Ok(how) => Error::Failed(format!("the guest ended while it was being sent: {how}")),
         Err(error) => error,
     };
     // It ended after it was handed over: there is nothing here that could.
     let stayed = finished.outcome.ending != Ending::Completed;
-    Ok((finished, stayed.then_some(harm)))
+    (finished, stayed.then_some(harm))
 }
 
 /// Whether the receiver is on this machine: nothing but memory lies between.

@@ -132,6 +132,11 @@ impl GuestSlot {
         matches!(self.get(), Some(Own::Linux(_)))
     }
 
+    /// Whether there is no guest with a side of its own: none at all, or one in a file, which outlives the command.
+    pub fn is_empty(&self) -> bool {
+        self.get().is_none()
+    }
+
     /// What a control socket may do to it.
     pub fn controls(&self) -> Arc<dyn GuestControls> {
         match self.get() {
