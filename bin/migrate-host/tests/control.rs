@@ -65,7 +65,9 @@ fn status(socket: &Path) -> Value {
 
 fn wait_for_state(socket: &Path, state: &str) {
     for _ in 0..6000 {
-        if socket.exists() && status(socket)["state"] == state {
+        // Before the guest is there nobody answers.
+        let ended = ask(socket, &["--status"]);
+        if ended.code == Some(0) && ended.line()["state"] == state {
             return;
         }
         std::thread::sleep(std::time::Duration::from_millis(10));
@@ -255,8 +257,60 @@ fn a_signal_to_the_host_cancels_and_ends_it() {
     wait_for_pages(&socket);
     host.signal(Signal::TERM);
     host.end().expect(0).says("self-check of");
-    sending.end().expect(5);
+    let ended = sending.end();
+    ended.expect(5).says("which does not answer any more");
+    assert!(!ended.out.contains("serves on") && !ended.err.contains("serves on"));
     receiver.end().expect(5);
+}
+
+#[test]
+fn a_host_that_hangs_holds_no_client_for_good() {
+    let folder = Folder::new();
+    let socket = folder.path("a.sock");
+    let host = Running::host(&socket, &SMALL);
+    let (receiver, _) = folder.receiver("b", &["--peer-timeout", "60s"]);
+    // As long as this test: none of the two gives up because the host did not run.
+    let slow = ["--max-bandwidth", "8Mbit", "--skip", "none", "--peer-timeout", "60s"];
+    let sending = folder.send("sent", &socket, &receiver.address.clone(), &slow);
+    wait_for_pages(&socket);
+    host.signal(Signal::STOP);
+    let asking = Running::command("migrate-send", &["--control", socket.to_str().unwrap(), "--status"]);
+    sending.signal(Signal::INT);
+    sending.wait_for_stderr("asking the host to cancel");
+    sending.signal(Signal::INT);
+    let ended = sending.end();
+    ended.expect(7).says("a second signal came");
+    assert_eq!(ended.report()["result"], "unknown");
+    asking.end().expect(4).says("nobody answers");
+    host.signal(Signal::CONT);
+    // A host hears no more of a client that went away, so the first one's word may be lost.
+    ask(&socket, &["--cancel"]);
+    receiver.end().expect(5);
+    wait_for_state(&socket, "running");
+    ask(&socket, &["--quit"]).expect(0);
+    host.end().expect(0);
+}
+
+#[test]
+fn what_was_done_is_done_though_nobody_can_be_told() {
+    let folder = Folder::new();
+    let socket = folder.path("a.sock");
+    let host = Running::host(&socket, &SMALL);
+    for (request, code, state) in [
+        ("--pause", 0, "paused"),
+        ("--status", 4, "paused"),
+        ("--resume", 0, "running"),
+    ] {
+        let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let mut command = std::process::Command::new(support::program("migrate-send"));
+        command
+            .args(["--control", socket.to_str().unwrap(), request])
+            .stdout(full);
+        assert_eq!(command.status().unwrap().code(), Some(code), "{request}");
+        assert_eq!(status(&socket)["state"], state);
+    }
+    ask(&socket, &["--quit"]).expect(0);
+    host.end().expect(0);
 }
 
 #[test]

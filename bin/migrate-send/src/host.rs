@@ -18,7 +18,13 @@ pub(crate) fn request(socket: &Path, request: &Request) -> Result<u8, Error> {
         let mut host = connect(socket).await?;
         let said = host.call(request.method, &request.params).await;
         let result = said.map_err(failed)?.map_err(Error::Refused)?;
-        cli::print_line(&result.to_string())?;
+        let printed = cli::print_line(&result.to_string());
+        if matches!(request.method, "status" | "progress" | "balloon-stats") {
+            // What was asked for is the words.
+            printed?;
+        } else {
+            cli::or_warn(printed);
+        }
         Ok(0)
     })
 }
@@ -36,7 +42,11 @@ pub(crate) fn send(
     cli::block_on(async {
         let early = |error| cli::report_early(out, Role::Source, error);
         let mut signals = Signals::catch().map_err(early)?;
-        let mut host = connect(socket).await.map_err(early)?;
+        let connected = tokio::select! {
+            connected = connect(socket) => connected,
+            () = signals.again() => Err(Error::Cancelled),
+        };
+        let mut host = connected.map_err(early)?;
         let progress = Arc::new(Mutex::new(Progress::default()));
         let shown = Arc::clone(&progress);
         let bar = cli::show_progress(arguments.output.log.quiet, move || *lock(&shown));
@@ -44,7 +54,11 @@ pub(crate) fn send(
         drop(bar);
         let end = end.map_err(|ended| match ended {
             Ended::NotBegun(error) => early(error),
-            Ended::Lost(error) => lost(out, &error),
+            Ended::Lost(error) => unknown(out, &format!("{error}; the host is gone")),
+            Ended::Left => unknown(
+                out,
+                "a second signal came before the host's answer: the migration may go on there",
+            ),
         })?;
         if let Some(error) = &end.error {
             say_stderr(format_args!("migrate-send: {}: {error}", end.ending));
@@ -52,10 +66,16 @@ pub(crate) fn send(
         cli::or_warn(out.write_file(&end.report, None));
         cli::or_warn(out.conclude(&end.report, None));
         let dry_run = options.source.dry_run;
-        match end.ending {
-            Ending::Completed if !dry_run => {}
-            Ending::Unknown => cli::or_warn(out.say("the guest stays paused at its host, which serves on")),
-            _ => cli::or_warn(out.say("the guest is still its host's, which serves on")),
+        if end.ending != Ending::Completed || dry_run {
+            let whose = match end.ending {
+                Ending::Unknown => "the guest stays paused at its host",
+                _ => "the guest is still its host's",
+            };
+            let host_now = match serves_on(&mut host, &mut signals).await {
+                true => "which serves on",
+                false => "which does not answer any more",
+            };
+            cli::or_warn(out.say(&format!("{whose}, {host_now}")));
         }
         Ok(end.ending.exit_code())
     })
@@ -67,6 +87,16 @@ enum Ended {
     NotBegun(Error),
     /// It was not heard of again.
     Lost(String),
+    /// It was not waited for any longer.
+    Left,
+}
+
+/// Whether the host is still there: it may have been told to end, and ended the migration for that.
+async fn serves_on(host: &mut ControlClient, signals: &mut Signals) -> bool {
+    tokio::select! {
+        status = host.call("status", &Value::Null) => matches!(status, Ok(Ok(status)) if status["state"] != "ended"),
+        () = signals.again() => false,
+    }
 }
 
 fn lock(progress: &Mutex<Progress>) -> std::sync::MutexGuard<'_, Progress> {
@@ -81,7 +111,7 @@ fn failed(error: pageferry::Error) -> Error {
     Error::Failed(error.to_string())
 }
 
-/// Follows a migration to its end; a signal asks the host to cancel it.
+/// Follows a migration to its end. A signal asks the host to cancel it; a second one is for a host that does not.
 async fn watch(
     host: &mut ControlClient,
     params: &Value,
@@ -89,7 +119,11 @@ async fn watch(
     signals: &mut Signals,
 ) -> Result<MigrationEnd, Ended> {
     let not_begun = |error: Error| Ended::NotBegun(error);
-    let followed = host.call("progress", &json!({"follow": true})).await;
+    let follow = json!({"follow": true});
+    let followed = tokio::select! {
+        followed = host.call("progress", &follow) => followed,
+        () = signals.again() => return Err(not_begun(Error::Cancelled)),
+    };
     let followed = followed.map_err(|error| not_begun(failed(error)))?;
     followed.map_err(|error| not_begun(Error::Refused(error)))?;
     let sent = host.send("migrate", params).await;
@@ -100,7 +134,10 @@ async fn watch(
             biased;
             heard = host.next() => heard.map_err(|error| Ended::Lost(error.to_string()))?,
             () = signals.again() => {
-                say_stderr("migrate-send: asking the host to cancel");
+                if cancel.is_some() {
+                    return Err(Ended::Left);
+                }
+                say_stderr("migrate-send: asking the host to cancel; a second signal ends this command without an answer");
                 cancel = Some(ask_to_cancel(host).await?);
                 continue;
             }
@@ -132,8 +169,8 @@ async fn ask_to_cancel(host: &mut ControlClient) -> Result<u64, Ended> {
     sent.map_err(|error| Ended::Lost(error.to_string()))
 }
 
-/// A host that went away in the middle: nobody here knows where its guest is.
-fn lost(out: &ReportOut, error: &str) -> Error {
-    let error = format!("{error}; the host is gone, and nobody here knows whether its guest was handed over");
+/// No answer came: nobody here knows where the guest is.
+fn unknown(out: &ReportOut, why: &str) -> Error {
+    let error = format!("{why}; nobody here knows whether the guest was handed over: ask its host, or the receiver");
     cli::report_early(out, Role::Source, Error::Unknown(error))
 }

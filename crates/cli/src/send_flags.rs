@@ -197,7 +197,7 @@ impl SendFlags {
         }
         match (request, to) {
             (Some(request), _) => Ok(Target::Request(control, request)),
-            (None, Some(to)) => Ok(Target::Host(control, to)),
+            (None, Some(to)) => Ok(Target::Host(control, as_seen_from_anywhere(to)?)),
             (None, None) => {
                 usage("what to do with the guest at --control is missing: give --to ADDR, or --status".to_owned())
             }
@@ -271,6 +271,16 @@ impl SendFlags {
     }
 }
 
+/// A host has a folder of its own, and would look for the path of a Unix socket there.
+fn as_seen_from_anywhere(to: Address) -> Result<Address, Error> {
+    match to {
+        Address::Unix(path) => std::path::absolute(&path)
+            .map(Address::Unix)
+            .map_err(|error| Error::Usage(format!("--to unix:{}: {error}", path.display()))),
+        Address::Tcp { .. } | Address::Vsock { .. } => Ok(to),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -299,6 +309,11 @@ mod tests {
         let to: Address = "tcp:h:1".parse().unwrap();
         assert_eq!(target("--to tcp:h:1"), Ok(Target::Here(to.clone())));
         assert_eq!(target("--to tcp:h:1 --control s"), Ok(Target::Host("s".into(), to)));
+        // A host may have another folder than its client.
+        let here = std::env::current_dir().unwrap().join("s.sock");
+        for line in ["--to unix:s.sock --control s", "--to unix:./s.sock --control s"] {
+            assert_eq!(target(line), Ok(Target::Host("s".into(), Address::Unix(here.clone()))));
+        }
         for (line, method) in [
             ("--control s --status", "status"),
             ("--control s --progress", "progress"),

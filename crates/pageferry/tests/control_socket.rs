@@ -529,6 +529,41 @@ async fn quit_and_stop_give_the_guest_back() {
     guarded(served.1.finish()).await;
 }
 
+/// Statistics that do not come until the test says so.
+struct Hangs {
+    asked: tokio::sync::mpsc::UnboundedSender<()>,
+    go_on: Mutex<std::sync::mpsc::Receiver<()>>,
+}
+
+impl GuestControls for Hangs {
+    fn balloon_stats(&self, _: Duration) -> Result<BalloonStats, String> {
+        self.asked.send(()).unwrap();
+        // Ends with the test at the latest.
+        let _ = self.go_on.lock().unwrap().recv();
+        Err("too late".to_owned())
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stop_does_not_wait_for_what_hangs() {
+    let (guest, probe) = busy_guest(&layout(), None);
+    let (asked, mut is_asked) = tokio::sync::mpsc::unbounded_channel();
+    let (release, go_on) = std::sync::mpsc::channel();
+    let hangs = Hangs {
+        asked,
+        go_on: Mutex::new(go_on),
+    };
+    let served = served_with(guest, probe, Arc::new(hangs));
+    let mut one = client(&served.path).await;
+    one.send("balloon-stats", &json!({"timeout_ms": 10_000})).await.unwrap();
+    guarded(is_asked.recv()).await.unwrap();
+    served.serving.stop("the power is going");
+    let ended = end(served.serving).await;
+    assert_eq!(ended.how, How::Stopped);
+    assert!(ended.guest.unwrap().machine.is_running());
+    drop(release);
+}
+
 async fn migrating_slowly() -> (Stand, pageferry::Handle) {
     let served = served();
     let (receiving, address, _) = receiver(receive_options());

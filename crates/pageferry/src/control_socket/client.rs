@@ -14,8 +14,11 @@ use tokio::time::timeout;
 /// The longest line of a host: a report has an entry a round.
 const MAX_ANSWER_BYTES: usize = 64 << 20;
 
-/// How long a host may take to accept a client or a request.
+/// How long a host may take to accept a client or a request, and to answer, beyond the time that the request gives it.
 const WITHIN: Duration = Duration::from_secs(10);
+
+/// The most time that a request gives a host.
+const MOST_ASKED_MS: f64 = 10_000.0;
 
 /// Something that a host said.
 #[derive(Clone, Debug, PartialEq)]
@@ -115,11 +118,26 @@ impl ControlClient {
         Err(self.failed(why))
     }
 
-    /// Sends a request and waits for its answer; events in between are dropped.
+    /// Sends a request and waits for its answer; events in between are dropped. Only `migrate` is waited for without a
+    /// limit: its answer comes at the migration's end.
     ///
     /// # Errors
-    /// As [`ControlClient::send`] and [`ControlClient::next`]. What the host refuses is the inner error.
+    /// As [`ControlClient::send`] and [`ControlClient::next`], and that nobody answers. What the host refuses is the inner
+    /// error.
     pub async fn call(&mut self, method: &str, params: &Value) -> Result<Result<Value, String>, Error> {
+        let Some(within) = answer_within(method, params) else {
+            return self.ask(method, params).await;
+        };
+        match timeout(within, self.ask(method, params)).await {
+            Ok(answered) => answered,
+            Err(_) => Err(self.failed(format!(
+                "nobody answers within {} s: is the host stopped, or busy?",
+                within.as_secs_f64()
+            ))),
+        }
+    }
+
+    async fn ask(&mut self, method: &str, params: &Value) -> Result<Result<Value, String>, Error> {
         let sent = self.send(method, params).await;
         loop {
             // A host that turned this client away said why before it closed.
@@ -141,6 +159,16 @@ impl ControlClient {
             why,
         }
     }
+}
+
+/// How long a request's answer may take; `None`: as long as it takes.
+fn answer_within(method: &str, params: &Value) -> Option<Duration> {
+    let asked_ms = match method {
+        "migrate" => return None,
+        "balloon-stats" => params["timeout_ms"].as_f64().unwrap_or(MOST_ASKED_MS),
+        _ => 0.0,
+    };
+    Some(WITHIN + Duration::from_secs_f64(asked_ms.clamp(0.0, MOST_ASKED_MS) / 1000.0))
 }
 
 fn heard(line: &[u8]) -> Result<Heard, String> {

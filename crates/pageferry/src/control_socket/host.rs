@@ -23,6 +23,9 @@ const PROGRESS_EVERY: Duration = Duration::from_millis(200);
 /// How long the last answers may take to leave.
 const FAREWELL: Duration = Duration::from_secs(2);
 
+/// How long what is being done to the guest may go on once the VMM wants to stop.
+const STOP_WITHIN: Duration = Duration::from_secs(1);
+
 /// Why a guest is no longer served.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum How {
@@ -41,7 +44,8 @@ pub enum How {
 pub struct Served {
     /// Why.
     pub how: How,
-    /// The guest: paused if it was handed over, else as it was last. `None` if it was lost.
+    /// The guest: paused if it was handed over, else as it was last. `None` if it was lost, or if pausing or
+    /// resuming it did not end by the time that the VMM wanted to stop.
     pub guest: Option<Guest>,
     /// How the last migration ended, if there was one.
     pub outcome: Option<Outcome>,
@@ -52,6 +56,7 @@ pub struct Served {
 pub struct Serving {
     task: JoinHandle<Served>,
     stop: Arc<Stop>,
+    shared: Arc<Shared>,
 }
 
 #[derive(Debug, Default)]
@@ -66,6 +71,11 @@ impl Serving {
     pub fn stop(&self, why: &str) {
         why.clone_into(&mut lock(&self.stop.why));
         self.stop.asked.notify_one();
+    }
+
+    /// What the guest does: the `state` of the control socket's `status`.
+    pub fn state(&self) -> &'static str {
+        lock(&self.shared.view).state()
     }
 
     /// Waits for the end. Cancel-safe; not to be called again after it has returned.
@@ -113,6 +123,7 @@ pub fn serve(listener: ControlListener, guest: Guest, controls: Arc<dyn GuestCon
         stop: Arc::clone(&stop),
         outcome: None,
     };
+    let seen = Arc::clone(&shared);
     let task = tokio::spawn(async move {
         let (over, is_over) = watch::channel(false);
         let ControlListener { socket, file } = listener;
@@ -127,7 +138,11 @@ pub fn serve(listener: ControlListener, guest: Guest, controls: Arc<dyn GuestCon
         }
         served
     });
-    Serving { task, stop }
+    Serving {
+        task,
+        stop,
+        shared: seen,
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -158,6 +173,12 @@ struct View {
     last: Option<Value>,
 }
 
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Shared").field(&lock(&self.view).state()).finish()
+    }
+}
+
 enum Now {
     Here,
     Migrating {
@@ -168,18 +189,24 @@ enum Now {
     Gone,
 }
 
-impl Shared {
-    /// What the guest does.
-    pub(super) fn status(&self) -> Value {
-        let view = lock(&self.view);
-        let migrating = matches!(view.now, Now::Migrating { .. });
-        let state = match (&view.now, &view.unknown, view.running) {
+impl View {
+    fn state(&self) -> &'static str {
+        match (&self.now, &self.unknown, self.running) {
             (Now::Migrating { .. }, ..) => "migrating",
             (Now::Gone, ..) => "ended",
             (_, Some(_), _) => "unknown",
             (_, _, true) => "running",
             (_, _, false) => "paused",
-        };
+        }
+    }
+}
+
+impl Shared {
+    /// What the guest does.
+    pub(super) fn status(&self) -> Value {
+        let view = lock(&self.view);
+        let migrating = matches!(view.now, Now::Migrating { .. });
+        let state = view.state();
         let to = match &view.now {
             Now::Migrating { to, .. } => Some(to.to_string()),
             _ => view.unknown.as_ref().map(Address::to_string),
@@ -260,7 +287,11 @@ impl Host {
             let Some(Command { operation, reply }) = command else {
                 break How::Lost("the control socket's accepting task died".to_owned());
             };
-            let end = self.carry_out(operation, reply).await;
+            let end = if matches!(operation, Operation::Migrate(_)) {
+                self.carry_out(operation, reply).await
+            } else {
+                self.carry_out_or_stop(operation, reply).await
+            };
             if let Some(how) = end.or_else(|| self.lost()) {
                 break how;
             }
@@ -288,6 +319,27 @@ impl Host {
     fn lost(&self) -> Option<How> {
         let lost = self.guest.is_none();
         lost.then(|| How::Lost("the guest was lost: a thread died with it".to_owned()))
+    }
+
+    /// Does something that may hang in the VMM, and does not hang with it when the VMM wants to stop. Not for a migration,
+    /// which has an end of its own.
+    async fn carry_out_or_stop(
+        &mut self,
+        operation: Operation,
+        reply: oneshot::Sender<Result<Value, String>>,
+    ) -> Option<How> {
+        let stop = Arc::clone(&self.stop);
+        let doing = self.carry_out(operation, reply);
+        tokio::pin!(doing);
+        tokio::select! {
+            biased;
+            end = &mut doing => return end,
+            () = stop.asked.notified() => {}
+        }
+        if tokio::time::timeout(STOP_WITHIN, doing).await.is_err() {
+            tracing::warn!("what a client asked for is still being done to the guest: it is not waited for");
+        }
+        Some(How::Stopped)
     }
 
     async fn carry_out(&mut self, operation: Operation, reply: oneshot::Sender<Result<Value, String>>) -> Option<How> {
