@@ -13,7 +13,7 @@ use std::process::ExitCode;
     name = "migrate-recv",
     version,
     after_help = "The first line on stdout is `listening on ADDR`.\n\nExit codes: 0 the guest was handed over, 2 usage, \
-                  3 refused, 4 failed, 5 cancelled, 6 timed out"
+                  3 refused, 4 failed (the report tells where the outcome is unknown), 5 cancelled, 6 timed out"
 )]
 struct Arguments {
     #[command(flatten)]

@@ -8,7 +8,7 @@ use cli::{
     After, ConsoleLine, Error, GuestReport, GuestSlot, Life, Lived, Receiving, RecvFlags, ReportOut, Role, Signals,
     say_stderr,
 };
-use pageferry::control_socket::ControlListener;
+use pageferry::control_socket::{ClaimedSocket, ControlListener};
 use pageferry::{Address, DestinationConfig, Ending, Finished, Guest, Listener, Migration, ReceiveOptions, Report};
 use std::time::Duration;
 
@@ -29,10 +29,9 @@ pub(crate) fn run(arguments: Arguments) -> Result<u8, Error> {
     cli::block_on(async {
         let early = |error| cli::report_early(&out, Role::Receiver, error);
         let mut signals = Signals::catch().map_err(early)?;
-        if let Some(path) = &flags.control {
-            // It is made once the guest is here; that it cannot be is better known before.
-            ControlListener::check(path).map_err(|error| early(Error::Refused(error.to_string())))?;
-        }
+        // It is served once the guest is here; that it cannot be is better known before.
+        let claim = |path| ClaimedSocket::claim(path).map_err(|error| early(Error::Refused(error.to_string())));
+        let claimed = flags.control.as_deref().map(claim).transpose()?;
         // The port first: that it is taken is not worth populating memory for.
         let listener = Listener::bind(&listen).map_err(|error| early(Error::Failed(error.to_string())))?;
         let (preparing, line) = (flags.clone(), console.clone());
@@ -42,9 +41,10 @@ pub(crate) fn run(arguments: Arguments) -> Result<u8, Error> {
             .map_err(early)?;
         let slot = receiving.slot();
         let ram_file = receiving.ram_file();
-        cli::print_line(&format!("listening on {}", listener.local_address())).inspect_err(|_| {
+        cli::print_line(&format!("listening on {}", listener.local_address())).map_err(|error| {
             // What --prealloc made of it.
             ram_file.remove_if_ours();
+            early(error)
         })?;
 
         let options = options(&flags);
@@ -58,12 +58,18 @@ pub(crate) fn run(arguments: Arguments) -> Result<u8, Error> {
         drop(line);
         match (outcome.ending, guest) {
             (Ending::Completed, Some(guest)) => {
+                if signals.forget() {
+                    say_stderr(
+                        "the signal came too late to cancel: the guest is here, and goes on; another one ends it",
+                    );
+                }
                 let mut arrived = Arrived {
                     flags: &flags,
                     out: &out,
                     report: &outcome.report,
                     slot: &slot,
                     console: &console,
+                    claimed,
                     signals: &mut signals,
                 };
                 cli::or_warn(out.write_file(&outcome.report, Some(GuestReport::default())));
@@ -81,11 +87,16 @@ pub(crate) fn run(arguments: Arguments) -> Result<u8, Error> {
                 cli::or_warn(out.conclude(&outcome.report, None));
                 let error = outcome.error.as_deref().unwrap_or("no guest came");
                 say_stderr(format_args!("migrate-recv: {ending}: {error}"));
-                // Without a guest the receiver has not done what it is there for, whatever the engine says.
-                Ok(if ending == Ending::Completed {
-                    Ending::Failed.exit_code()
-                } else {
-                    ending.exit_code()
+                Ok(match ending {
+                    // Without a guest the receiver has not done what it is there for, whatever the engine says.
+                    Ending::Completed => Ending::Failed.exit_code(),
+                    Ending::Unknown => {
+                        say_stderr(
+                            "the outcome is unknown: this copy of the guest ends now, and the source keeps its own",
+                        );
+                        Ending::Failed.exit_code()
+                    }
+                    Ending::Refused | Ending::Failed | Ending::Cancelled | Ending::TimedOut => ending.exit_code(),
                 })
             }
         }
@@ -112,13 +123,15 @@ struct Arrived<'a> {
     report: &'a Report,
     slot: &'a GuestSlot,
     console: &'a ConsoleLine,
+    /// Where it is to be served.
+    claimed: Option<ClaimedSocket>,
     signals: &'a mut Signals,
 }
 
 impl Arrived<'_> {
-    /// Makes the control socket, if there is to be one. The guest goes on without it, where it cannot be.
-    fn listen(&self) -> Option<ControlListener> {
-        let listener = ControlListener::bind(self.flags.control.as_deref()?);
+    /// Opens the control socket, if there is to be one. The guest goes on without it, where it cannot be.
+    fn listen(&mut self) -> Option<ControlListener> {
+        let listener = self.claimed.take()?.listen();
         listener
             .inspect_err(|error| say_stderr(format_args!("warning: the guest is not served: {error}")))
             .ok()
@@ -173,7 +186,7 @@ impl Arrived<'_> {
         cli::or_warn(self.out.conclude(self.report, Some(word)));
         match word.self_check {
             Some(_) => {
-                let state = if runs { "runs on" } else { "is here, paused" };
+                let state = life.state(runs);
                 let checked = word.pages_checked;
                 cli::or_warn(
                     self.out

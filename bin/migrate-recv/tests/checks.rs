@@ -54,6 +54,37 @@ fn a_control_socket_that_cannot_be_is_refused_before_a_source_comes() {
 }
 
 #[test]
+fn a_control_socket_is_taken_before_a_source_comes() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("s");
+    let control = ["--control", socket.to_str().unwrap()];
+    let first = Running::receiver(folder.path(), &control);
+    let late = tempfile::tempdir().unwrap();
+    let ended = Running::refused_receiver(late.path(), &[&ANY[..], &control].concat());
+    ended
+        .expect(3)
+        .says("another process serves a guest there, or is about to");
+    let asked = Running::command("migrate-send", &[&control[..], &["--status"]].concat()).end();
+    asked.expect(4).says("is a guest served there?");
+    first.signal(Signal::TERM);
+    first.end().expect(5);
+    assert!(!socket.exists() && !folder.path().join("s.lock").exists());
+}
+
+#[test]
+fn a_first_line_that_nobody_can_read_is_reported() {
+    let folder = tempfile::tempdir().unwrap();
+    let report = folder.path().join("report.json");
+    let mut command = std::process::Command::new(support::program("migrate-recv"));
+    command.args(ANY).arg("--report").arg(&report);
+    command.stdout(std::fs::File::options().write(true).open("/dev/full").unwrap());
+    assert_eq!(command.status().unwrap().code(), Some(4));
+    let report: serde_json::Value = serde_json::from_slice(&std::fs::read(report).unwrap()).unwrap();
+    assert_eq!(report["result"], "failed");
+    assert!(report["error"].as_str().unwrap().contains("stdout"), "{report}");
+}
+
+#[test]
 fn a_report_that_cannot_be_written_is_refused_before_a_source_comes() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::create_dir(folder.path().join("receiver.json")).unwrap();

@@ -45,19 +45,24 @@ impl<M: GuestAddressSpace + Send + Sync + 'static> BalloonControls<M> {
     }
 
     /// Asks, and takes the answer to that. The device holds one buffer of the guest, and returning it is the question: a
-    /// second question can be asked only once the first was answered, which is how the answer is noticed.
+    /// second question can be asked only once the first was answered, which is how the answer is noticed. That second one is
+    /// left open. Its answer, and that to one that was given up, may be from before a pause or a move: where one is still
+    /// open, it is taken first, and another one asked.
     fn ask(&self, within: Duration) -> Option<Stats> {
         if within.is_zero() {
             return None;
         }
-        self.balloon.lock().request_stats();
+        let mut is_old = !self.balloon.lock().request_stats();
         let asked = Instant::now();
         loop {
             std::thread::sleep(LOOK_EVERY.min(within));
             let mut balloon = self.balloon.lock();
             let stats = balloon.stats();
             if balloon.request_stats() {
-                return stats;
+                if !is_old {
+                    return stats;
+                }
+                is_old = false;
             }
             drop(balloon);
             if asked.elapsed() >= within {
@@ -177,6 +182,10 @@ mod tests {
         let stats = controls.balloon_stats(Duration::from_millis(50)).unwrap();
         assert!(!stats.fresh && stats.free_pages.is_some() && stats.age_ms.is_some());
         assert!(stats.why.unwrap().contains("50 ms"));
+        // The question that it did not answer is not taken for the next one.
+        guest.machine().resume().unwrap();
+        let stats = controls.balloon_stats(Duration::from_secs(30)).unwrap();
+        assert!(stats.fresh && stats.age_ms.unwrap() < 30_000.0, "{stats:?}");
     }
 
     #[test]

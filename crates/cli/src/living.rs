@@ -38,6 +38,19 @@ impl Life {
         }
     }
 
+    /// What is to be said of a guest that `runs`, or does not, as far as this process knows: clients may have done more.
+    pub fn state(&self, runs: bool) -> &'static str {
+        let Life::Served(serving) = self else {
+            return if runs { "runs on" } else { "is here, paused" };
+        };
+        match serving.state() {
+            "running" => "runs on",
+            "migrating" => "is being sent on",
+            "ended" => "is no longer here",
+            _ => "is here, paused",
+        }
+    }
+
     /// Waits for its end.
     ///
     /// # Errors

@@ -1,9 +1,9 @@
 //! The report's way out: JSON to a file or to stdout, and a summary for a person.
 //!
 //! A report file is whole or absent: it is written beside its place and renamed. A device that stands in its place, as
-//! /dev/null, is written to: a rename by root would put a file there in its stead. Where the report goes to stdout, stdout
-//! carries nothing else but (at the receiver) the first line with the address, so that programs can read it; sentences
-//! for a person then go to stderr.
+//! /dev/null, is written to: a rename by root would put a file there in its stead. Where the report goes to stdout, it is
+//! the last thing there, and no sentence for a person is: those go to stderr then. Before it come (at the receiver) the
+//! first line with the address, and what a Linux guest's console printed, where that is stdout.
 
 use crate::logging::{OutputFlags, say_stderr};
 use crate::{Error, human_bytes};

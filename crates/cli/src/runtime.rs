@@ -26,8 +26,7 @@ pub fn block_on<T>(part: impl Future<Output = Result<T, Error>>) -> Result<T, Er
 pub struct Signals {
     interrupt: Signal,
     terminate: Signal,
-    /// One has come. It stays so: a signal that comes while a guest is being handed over is too late to cancel, and the
-    /// guest that arrives is to end all the same.
+    /// One has come. It stays so until [`Signals::forget`].
     came: bool,
 }
 
@@ -74,6 +73,14 @@ impl Signals {
         self.came
     }
 
+    /// Forgets those that have come; `true` if any had. One that comes while a guest is being handed over was meant for the
+    /// migration, and is too late: the guest that arrived exists here and nowhere else, and must not end for it.
+    pub fn forget(&mut self) -> bool {
+        let came = self.pending();
+        self.came = false;
+        came
+    }
+
     /// Does blocking work on a thread of its own, unless a signal comes first.
     ///
     /// # Errors
@@ -101,5 +108,26 @@ impl Signals {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::process::{Signal as Number, getpid, kill_process};
+
+    #[tokio::test]
+    async fn a_signal_stays_until_it_is_forgotten() {
+        let mut signals = Signals::catch().unwrap();
+        assert!(!signals.forget());
+        kill_process(getpid(), Number::TERM).unwrap();
+        signals.wait().await;
+        assert!(signals.pending());
+        signals.wait().await;
+        assert!(signals.forget());
+        assert!(!signals.pending());
+        kill_process(getpid(), Number::INT).unwrap();
+        signals.again().await;
+        assert!(signals.forget());
     }
 }

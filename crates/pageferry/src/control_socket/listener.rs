@@ -1,22 +1,26 @@
 //! The socket's file: made for its owner alone, taken over only where nobody listens.
+//!
+//! Invariant: whoever has a socket at `SOCKET`, listening or not yet, holds a lock on `SOCKET.lock` for as long: of two that
+//! find the same stale socket each would else remove it, one of them the other's new one. The file has mode 0600, so that
+//! nobody else can hold it; the lock ends with its process, however that ends.
 
 use crate::Error;
-use rustix::fs::{FlockOperation, Mode, OFlags};
+use rustix::fd::OwnedFd;
+use rustix::fs::{FileType, FlockOperation, Mode, OFlags};
 use socket2::{Domain, SockAddr, Socket, Type};
 use std::fs::Permissions;
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
 
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 32;
 
-const TAKEN: &str = "another process serves a guest there: give another path";
+const TAKEN: &str = "another process serves a guest there, or is about to: give another path";
 
-/// How long another process may hold the folder.
-const FOLDER_WITHIN: Duration = Duration::from_secs(5);
+/// How often a lock's file may go with its owner while it is taken.
+const LOCK_TRIES: u32 = 100;
 
 /// A control socket that nobody is served on yet. Its file goes with it.
 #[derive(Debug)]
@@ -32,49 +36,66 @@ impl ControlListener {
     /// # Errors
     /// Somebody listens there, something else lies there, or no socket can be there.
     pub fn bind(path: &Path) -> Result<Self, Error> {
-        let failed = |why: String| Error::ControlSocket {
-            path: path.to_owned(),
-            why,
-        };
-        let address = address(path).map_err(failed)?;
-        // Two that find the same stale file would each remove it, one of them the other's new one.
-        let folder = lock_folder(path).map_err(failed)?;
-        make_room(path).map_err(failed)?;
-        let bind = || -> io::Result<ControlListener> {
-            let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
-            socket.bind(&address)?;
-            let file = SocketFile::of(path)?;
-            std::fs::set_permissions(path, Permissions::from_mode(0o600))?;
-            socket.listen(BACKLOG)?;
-            Ok(ControlListener {
-                socket: socket.into(),
-                file,
-            })
-        };
-        let bound = bind().map_err(|error| failed(error.to_string()));
-        drop(folder);
-        bound
-    }
-
-    /// Whether [`ControlListener::bind`] would work now, as far as can be told without making anything.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn check(path: &Path) -> Result<(), Error> {
-        let check = || -> Result<(), String> {
-            address(path)?;
-            drop(lock_folder(path)?);
-            find(path).map(drop)
-        };
-        check().map_err(|why| Error::ControlSocket {
-            path: path.to_owned(),
-            why,
-        })
+        ClaimedSocket::claim(path)?.listen()
     }
 
     /// Where it listens.
     pub fn path(&self) -> &Path {
         &self.file.path
+    }
+}
+
+/// The place of a control socket, held for a guest that is yet to come: clients are refused meanwhile.
+#[derive(Debug)]
+pub struct ClaimedSocket {
+    socket: Socket,
+    file: SocketFile,
+}
+
+impl ClaimedSocket {
+    /// Takes `path`, as [`ControlListener::bind`] does.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn claim(path: &Path) -> Result<Self, Error> {
+        let claim = || -> Result<ClaimedSocket, String> {
+            let address = address(path)?;
+            // Before anything is made: what lies there and is no socket gets no lock beside it.
+            find(path)?;
+            let lock = LockFile::take(path)?;
+            make_room(path)?;
+            let bind = || -> io::Result<ClaimedSocket> {
+                let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
+                socket.bind(&address)?;
+                let file = SocketFile::of(path, lock)?;
+                std::fs::set_permissions(path, Permissions::from_mode(0o600))?;
+                Ok(ClaimedSocket { socket, file })
+            };
+            bind().map_err(|error| error.to_string())
+        };
+        claim().map_err(|why| failed(path, why))
+    }
+
+    /// Listens: clients are served once [`serve`](super::serve) is called.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn listen(self) -> Result<ControlListener, Error> {
+        let ClaimedSocket { socket, file } = self;
+        socket
+            .listen(BACKLOG)
+            .map_err(|error| failed(&file.path, error.to_string()))?;
+        Ok(ControlListener {
+            socket: socket.into(),
+            file,
+        })
+    }
+}
+
+fn failed(path: &Path, why: String) -> Error {
+    Error::ControlSocket {
+        path: path.to_owned(),
+        why,
     }
 }
 
@@ -84,15 +105,18 @@ pub(super) struct SocketFile {
     path: PathBuf,
     device: u64,
     inode: u64,
+    /// Goes after the socket.
+    _lock: LockFile,
 }
 
 impl SocketFile {
-    fn of(path: &Path) -> io::Result<Self> {
+    fn of(path: &Path, lock: LockFile) -> io::Result<Self> {
         let meta = std::fs::symlink_metadata(path)?;
         Ok(SocketFile {
             path: path.to_owned(),
             device: meta.dev(),
             inode: meta.ino(),
+            _lock: lock,
         })
     }
 }
@@ -114,29 +138,55 @@ fn address(path: &Path) -> Result<SockAddr, String> {
     SockAddr::unix(path).map_err(|_| "its path is too long for a socket; 107 bytes at most".to_owned())
 }
 
-/// Holds the folder that the socket lies in, against others that do the same.
-fn lock_folder(path: &Path) -> Result<rustix::fd::OwnedFd, String> {
-    let folder = match path.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => folder,
-        _ => Path::new("."),
-    };
-    let open = rustix::fs::open(
-        folder,
-        OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC,
-        Mode::empty(),
-    );
-    let held = open.map_err(|error| format!("its folder {}: {}", folder.display(), io::Error::from(error)))?;
-    let began = Instant::now();
-    loop {
-        match rustix::fs::flock(&held, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => return Ok(held),
-            Err(rustix::io::Errno::WOULDBLOCK) if began.elapsed() < FOLDER_WITHIN => {
-                std::thread::sleep(Duration::from_millis(10));
+/// The lock that goes with a socket. Its file is removed while it is still held.
+#[derive(Debug)]
+struct LockFile {
+    path: PathBuf,
+    /// Locked.
+    held: OwnedFd,
+}
+
+impl LockFile {
+    fn take(socket: &Path) -> Result<Self, String> {
+        let mut name = socket.as_os_str().to_owned();
+        name.push(".lock");
+        let path = PathBuf::from(name);
+        let failed = |error: io::Error| format!("its lock {}: {error}", path.display());
+        for _ in 0..LOCK_TRIES {
+            let flags = OFlags::CREATE | OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+            let held = rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR);
+            let held = held.map_err(|error| failed(error.into()))?;
+            let meta = rustix::fs::fstat(&held).map_err(|error| failed(error.into()))?;
+            if FileType::from_raw_mode(meta.st_mode) != FileType::RegularFile {
+                return Err(format!("its lock {} is no file: give another path", path.display()));
             }
-            Err(error) => {
-                let error = io::Error::from(error);
-                return Err(format!("locking its folder {}: {error}", folder.display()));
+            match rustix::fs::flock(&held, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => {}
+                Err(rustix::io::Errno::WOULDBLOCK) => return Err(TAKEN.to_owned()),
+                Err(error) => return Err(failed(error.into())),
             }
+            // One that went with its owner, before it was locked here, holds nobody off.
+            if lies_at(&held, &path) {
+                return Ok(LockFile { path, held });
+            }
+        }
+        Err(TAKEN.to_owned())
+    }
+}
+
+/// Whether this file is the one at `path`.
+fn lies_at(file: &OwnedFd, path: &Path) -> bool {
+    let found = std::fs::symlink_metadata(path);
+    rustix::fs::fstat(file)
+        .is_ok_and(|ours| found.is_ok_and(|found| (found.dev(), found.ino()) == (ours.st_dev, ours.st_ino)))
+}
+
+impl Drop for LockFile {
+    fn drop(&mut self) {
+        if lies_at(&self.held, &self.path)
+            && let Err(error) = std::fs::remove_file(&self.path)
+        {
+            tracing::warn!("the control socket's lock {} stays: {error}", self.path.display());
         }
     }
 }
@@ -184,15 +234,33 @@ fn make_room(path: &Path) -> Result<(), String> {
 mod tests {
     use super::*;
 
+    /// Leaves what a process leaves that was killed: the files, and nobody who holds them.
+    fn kill(listener: ControlListener) {
+        let ControlListener { socket, file } = listener;
+        drop(socket);
+        let (socket, lock) = (file.path.clone(), file._lock.path.clone());
+        let (kept_socket, kept_lock) = (socket.with_extension("kept"), lock.with_extension("lock-kept"));
+        std::fs::rename(&socket, &kept_socket).unwrap();
+        std::fs::hard_link(&lock, &kept_lock).unwrap();
+        drop(file);
+        std::fs::rename(kept_socket, socket).unwrap();
+        std::fs::rename(kept_lock, lock).unwrap();
+    }
+
     #[test]
-    fn the_file_is_its_owners_alone_and_goes_with_the_socket() {
+    fn the_files_are_their_owners_alone_and_go_with_the_socket() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         let listener = ControlListener::bind(&path).unwrap();
-        let mode = std::fs::metadata(&path).unwrap().permissions().mode();
-        assert_eq!(mode & 0o7777, 0o600);
+        for name in ["s", "s.lock"] {
+            let mode = std::fs::metadata(folder.path().join(name))
+                .unwrap()
+                .permissions()
+                .mode();
+            assert_eq!(mode & 0o7777, 0o600, "{name}");
+        }
         drop(listener);
-        assert!(!path.exists());
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 
     #[test]
@@ -200,19 +268,42 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         let first = ControlListener::bind(&path).unwrap();
-        for refused in [ControlListener::bind(&path).map(drop), ControlListener::check(&path)] {
-            let error = refused.unwrap_err().to_string();
+        let taken = || {
+            let error = ControlListener::bind(&path).unwrap_err().to_string();
             assert!(error.contains("another process") && error.contains("/s"), "{error}");
-        }
-        // As a process that was killed leaves it.
-        let ControlListener { socket, file } = first;
-        drop(socket);
-        std::mem::forget(file);
-        assert!(path.exists());
-        ControlListener::check(&path).unwrap();
-        assert!(path.exists(), "a check leaves it");
+        };
+        taken();
+        // Of somebody who knows nothing of the lock.
+        std::fs::rename(folder.path().join("s.lock"), folder.path().join("kept")).unwrap();
+        taken();
+        std::fs::rename(folder.path().join("kept"), folder.path().join("s.lock")).unwrap();
+        kill(first);
+        assert!(path.exists() && folder.path().join("s.lock").exists());
         let second = ControlListener::bind(&path).unwrap();
         assert!(second.path().exists());
+    }
+
+    #[test]
+    fn a_place_that_is_claimed_is_neither_served_nor_taken() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let claimed = ClaimedSocket::claim(&path).unwrap();
+        let error = std::os::unix::net::UnixStream::connect(&path).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+        let error = ControlListener::bind(&path).unwrap_err().to_string();
+        assert!(error.contains("is about to"), "{error}");
+        let listener = claimed.listen().unwrap();
+        std::os::unix::net::UnixStream::connect(&path).unwrap();
+        drop(listener);
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_lock_on_the_folder_holds_nobody_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let held = std::fs::File::open(folder.path()).unwrap();
+        rustix::fs::flock(&held, FlockOperation::NonBlockingLockExclusive).unwrap();
+        ControlListener::bind(&folder.path().join("s")).unwrap();
     }
 
     #[test]
@@ -238,10 +329,8 @@ mod tests {
             (folder.path().join("x".repeat(200)), "too long"),
             (PathBuf::new(), "empty"),
         ] {
-            for refused in [ControlListener::bind(&path).map(drop), ControlListener::check(&path)] {
-                let error = refused.unwrap_err().to_string();
-                assert!(error.contains(word), "{error}");
-            }
+            let error = ControlListener::bind(&path).unwrap_err().to_string();
+            assert!(error.contains(word), "{error}");
         }
         assert_eq!(std::fs::read(&file).unwrap(), b"precious");
     }
@@ -251,9 +340,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         for _ in 0..200 {
-            let ControlListener { socket, file } = ControlListener::bind(&path).unwrap();
-            drop(socket);
-            std::mem::forget(file);
+            kill(ControlListener::bind(&path).unwrap());
             let together = std::sync::Arc::new(std::sync::Barrier::new(4));
             let taking: Vec<_> = (0..4)
                 .map(|_| {

@@ -34,7 +34,7 @@ mod protocol;
 pub use client::{ControlClient, Heard};
 pub use controls::{BalloonState, BalloonStats, GuestControls, NoControls};
 pub use host::{How, Served, Serving, serve};
-pub use listener::ControlListener;
+pub use listener::{ClaimedSocket, ControlListener};
 pub use params::{AskWord, MigrateParams, OnTimeoutWord, SkipWord};
 pub use protocol::{MigrationEnd, ProgressData};
 
