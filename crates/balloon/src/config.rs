@@ -2,6 +2,8 @@
 
 use crate::{Dialect, Error, Result};
 use machine::BalloonConfig;
+use std::fmt;
+use std::str::FromStr;
 
 /// Feature bits. Bits 3 and 4 mean one thing in the `standard` dialect and another in the `bitmap` ones.
 pub mod feature {
@@ -32,9 +34,65 @@ pub struct Config {
     pub dialect: Dialect,
     /// The device's own feature bits that it offers (see [`feature`]); `VERSION_1` is added.
     pub features: u64,
+    /// When the memory of ballooned pages goes back to the host.
+    pub discard: DiscardPolicy,
+}
+
+/// When the memory of pages that the guest puts into its balloon goes back to the host.
+///
+/// Whichever it is, the pages count as ballooned, and a migration may skip them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DiscardPolicy {
+    /// Never: the pages only become skippable for a migration. The safe one where buffers carry bitmaps: drivers of those
+    /// dialects send bits again that are no longer true, and a page that is in use would lose what it holds.
+    #[default]
+    MarkOnly,
+    /// At inflation.
+    AtOnce,
+}
+
+impl DiscardPolicy {
+    /// The policy's name in configurations: `mark` or `at-once`.
+    pub fn name(self) -> &'static str {
+        match self {
+            DiscardPolicy::MarkOnly => "mark",
+            DiscardPolicy::AtOnce => "at-once",
+        }
+    }
+}
+
+impl fmt::Display for DiscardPolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for DiscardPolicy {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        [DiscardPolicy::MarkOnly, DiscardPolicy::AtOnce]
+            .into_iter()
+            .find(|policy| policy.name() == name)
+            .ok_or_else(|| Error::UnknownDiscard(name.to_owned()))
+    }
 }
 
 impl Config {
+    /// A balloon of `dialect` that offers `features`, with the dialect's usual policy for discarding: at once where
+    /// buffers name single pages (`standard`), mark only where they carry bitmaps.
+    pub fn new(dialect: Dialect, features: u64) -> Self {
+        let discard = match dialect {
+            Dialect::Standard => DiscardPolicy::AtOnce,
+            Dialect::Bitmap | Dialect::BitmapRfc => DiscardPolicy::MarkOnly,
+        };
+        Config {
+            dialect,
+            features,
+            discard,
+        }
+    }
+
     /// What a migration compares of a machine's balloon; `None`: it has none.
     pub fn describe(config: Option<&Config>) -> BalloonConfig {
         BalloonConfig {
@@ -43,18 +101,15 @@ impl Config {
         }
     }
 
-    /// The balloon that a machine's description asks for. It comes from a peer; [`crate::Balloon::new`] checks what can be
-    /// served.
+    /// The balloon that a machine's description asks for, with the dialect's usual policy for discarding, which is each
+    /// host's own affair. It comes from a peer; [`crate::Balloon::new`] checks what can be served.
     ///
     /// # Errors
     /// A dialect that nobody knows.
     pub fn from_description(description: &BalloonConfig) -> Result<Option<Config>> {
         match description.dialect.as_str() {
             "off" => Ok(None),
-            name => Ok(Some(Config {
-                dialect: name.parse()?,
-                features: description.features,
-            })),
+            name => Ok(Some(Config::new(name.parse()?, description.features))),
         }
     }
 
@@ -163,7 +218,7 @@ mod tests {
     use super::*;
 
     fn config(dialect: Dialect, features: u64) -> Config {
-        Config { dialect, features }
+        Config::new(dialect, features)
     }
 
     #[test]

@@ -38,7 +38,7 @@ mod shared;
 mod state;
 mod stats;
 
-pub use config::{Config, QueueConfig, feature};
+pub use config::{Config, DiscardPolicy, QueueConfig, feature};
 pub use counters::Counters;
 pub use device::{Balloon, Discard, Interrupts, QUEUE_MAX_SIZE};
 pub use dialect::Dialect;
@@ -52,6 +52,9 @@ pub enum Error {
     /// A dialect that nobody knows.
     #[error("balloon dialect {0:?} is unknown; choose standard, bitmap or bitmap-rfc")]
     UnknownDialect(String),
+    /// A policy for discarding that nobody knows.
+    #[error("balloon discard policy {0:?} is unknown; choose mark or at-once")]
+    UnknownDiscard(String),
     /// A dialect that this device does not speak.
     #[error("balloon dialect {0} is not served by this device; choose standard or bitmap")]
     UnservedDialect(Dialect),

@@ -165,7 +165,7 @@ fn case_37_a_device_that_is_unlike_is_refused_by_name() {
     let rig = Rig::new(Standard, STATS_VQ | FREE_PAGE_HINT);
     let section = rig.device.lock().save();
     let refuse = |dialect, features| {
-        let other = fresh(&rig, Config { dialect, features });
+        let other = fresh(&rig, Config::new(dialect, features));
         other.lock().restore(&section).unwrap_err().to_string()
     };
     let why = refuse(Standard, STATS_VQ);

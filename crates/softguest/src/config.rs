@@ -88,7 +88,7 @@ pub fn default_balloon(dialect: Dialect) -> balloon::Config {
             feature::MUST_TELL_HOST | feature::STATS_VQ | feature::DEFLATE_ON_OOM | feature::PAGE_BITMAP
         }
     };
-    balloon::Config { dialect, features }
+    balloon::Config::new(dialect, features)
 }
 
 /// What a guest is made of.

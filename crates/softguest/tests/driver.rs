@@ -21,10 +21,7 @@ fn of_dialect(dialect: Dialect, pages: u64) -> GuestConfig {
 
 fn with_features(features: u64, pages: u64) -> GuestConfig {
     GuestConfig {
-        balloon: Some(balloon::Config {
-            dialect: Dialect::Standard,
-            features,
-        }),
+        balloon: Some(balloon::Config::new(Dialect::Standard, features)),
         ..config(pages)
     }
 }

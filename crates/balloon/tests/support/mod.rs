@@ -176,7 +176,7 @@ impl Rig {
             calls: Mutex::default(),
         });
         let device = Balloon::new(
-            Config { dialect, features },
+            Config::new(dialect, features),
             Arc::clone(&layout),
             Arc::clone(&mem),
             Arc::clone(&irqs) as Arc<dyn Interrupts>,
