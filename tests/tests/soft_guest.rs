@@ -9,7 +9,7 @@ use engine::{Ask, SkipSet};
 use machine::GuestRam;
 use pageferry::SendOptions;
 use pages::{Layout, PageRange, Pfn};
-use softguest::{GuestConfig, Workload, default_balloon};
+use softguest::{GuestConfig, Workload};
 use std::sync::Arc;
 
 fn moved(config: GuestConfig, options: SendOptions) -> Moved {
@@ -25,8 +25,7 @@ fn aged(dialect: Dialect) -> GuestConfig {
     GuestConfig {
         used_bytes: 24 * MIB,
         aged_bytes: 256 * MIB,
-        balloon: Some(default_balloon(dialect)),
-        ..GuestConfig::new(flat(512 * MIB))
+        ..GuestConfig::new(flat(512 * MIB)).with_balloon(dialect)
     }
 }
 
@@ -107,8 +106,7 @@ fn a_guest_that_zeroes_what_it_hands_over_is_left_alone_after_a_few_blocks() {
 fn a_bitmap_guest_of_40_gib_answers_in_two_windows() {
     let config = GuestConfig {
         used_bytes: 24 * MIB,
-        balloon: Some(default_balloon(Dialect::Bitmap)),
-        ..GuestConfig::new(flat(40 << 30))
+        ..GuestConfig::new(flat(40 << 30)).with_balloon(Dialect::Bitmap)
     };
     let mut options = verified();
     options.source.ask = Ask::Always;
@@ -135,8 +133,7 @@ fn case_17_odd_sizes_and_several_regions() {
                 used_bytes: 8 * MIB,
                 scatter: 1.0,
                 aged_bytes: 40 * MIB,
-                balloon: Some(default_balloon(dialect)),
-                ..GuestConfig::new(Arc::new(layout.clone()))
+                ..GuestConfig::new(Arc::new(layout.clone())).with_balloon(dialect)
             };
             let mut options = verified();
             options.source.ask = Ask::Always;
@@ -189,12 +186,9 @@ fn case_34_skipped_pages_read_as_poison() {
 
 #[test]
 fn case_36_hinting_and_reporting_at_once() {
-    let mut balloon = default_balloon(Dialect::Standard);
+    let mut config = aged(Dialect::Standard);
+    let balloon = config.balloon.as_mut().unwrap();
     balloon.features |= feature::REPORTING;
-    let config = GuestConfig {
-        balloon: Some(balloon),
-        ..aged(Dialect::Standard)
-    };
     let mut options = verified();
     options.source.ask = Ask::Always;
     let moved = moved(config, options);

@@ -4,7 +4,7 @@ use crate::check::SelfCheck;
 use crate::config::GuestConfig;
 use crate::driver::Ports;
 use crate::frames::{Frames, Places};
-use crate::kernel::Kernel;
+use crate::kernel::{Kernel, Order};
 use crate::machine_impl::SoftMachine;
 use crate::platform::Platform;
 use crate::ram::Ram;
@@ -12,14 +12,14 @@ use crate::{Error, Result};
 use balloon::{Balloon, SharedBalloon};
 use machine::{FreePages, Machine, MachineConfig, NoBalloon};
 use memory::{Backing, GuestMemory};
-use pages::{PAGE_BYTES, PageRange, Pfn};
+use pages::{PAGE_BYTES, PageRange, PageSet, Pfn};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How long a driver may take to load.
-const LOAD_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the kernel may take to do what it is told.
+const ORDER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Where in a page [`SoftGuest::flip_byte`] flips one.
 const FLIPPED: u64 = 2000;
@@ -225,19 +225,37 @@ impl SoftGuest {
     /// # Errors
     /// A guest that does not run, has no balloon, or whose driver cannot bring the device up.
     pub fn load_driver(&self) -> Result<()> {
+        self.order(Order::Load)
+    }
+
+    /// Lets the guest's balloon driver go away, whatever it is doing: the device is reset, and the balloon is empty.
+    ///
+    /// # Errors
+    /// A guest that does not run or has no balloon.
+    pub fn unload_driver(&self) -> Result<()> {
+        self.order(Order::Unload)
+    }
+
+    /// Lets the guest's kernel move a page of the balloon elsewhere, as memory compaction does.
+    ///
+    /// # Errors
+    /// A guest that does not run, has no balloon or no driver for it, or a device that does not listen.
+    pub fn compact_balloon(&self) -> Result<()> {
+        self.order(Order::Compact)
+    }
+
+    fn order(&self, order: Order) -> Result<()> {
         let shared = self.shared();
         if shared.ports.is_none() {
-            return Err(Error::Config(
-                "the guest has no balloon to load a driver for".to_owned(),
-            ));
+            return Err(Error::Config("the guest has no balloon for a driver".to_owned()));
         }
         if !shared.platform.is_running() {
             return Err(Error::Paused);
         }
-        let (done, loaded) = mpsc::sync_channel(1);
-        shared.kernel().as_mut().ok_or(Error::NotRestored)?.load_driver(done);
+        let (done, obeyed) = mpsc::sync_channel(1);
+        shared.kernel().as_mut().ok_or(Error::NotRestored)?.order(order, done);
         shared.platform.poke();
-        loaded.recv_timeout(LOAD_TIMEOUT).unwrap_or(Err(Error::Paused))
+        obeyed.recv_timeout(ORDER_TIMEOUT).unwrap_or(Err(Error::Paused))
     }
 
     /// A page that the guest uses, as the table in its RAM says: for tests that break one.
@@ -251,6 +269,23 @@ impl SoftGuest {
         let frame = places.trees.used.next(&shared.ram, 0)?;
         let frame = frame.ok_or_else(|| Error::Corrupt("no page of RAM is in use".to_owned()))?;
         Ok(Pfn::of_address(frames.address(frame)?))
+    }
+
+    /// All pages that the guest uses, likewise.
+    ///
+    /// # Errors
+    /// RAM whose bookkeeping is broken.
+    pub fn used_pages(&self) -> Result<PageSet> {
+        let shared = self.shared();
+        let frames = Frames::new(&shared.config.layout);
+        let places = Places::new(&shared.config.layout, &frames)?;
+        let mut set = PageSet::empty(&shared.config.layout);
+        places.trees.used.for_each(&shared.ram, |frame| {
+            let pfn = Pfn::of_address(frames.address(frame)?);
+            set.insert_range(PageRange::between(pfn, Pfn(pfn.0 + 1)));
+            Ok(())
+        })?;
+        Ok(set)
     }
 
     /// Breaks a page: flips a byte of it, as a migration with a fault would. For tests.

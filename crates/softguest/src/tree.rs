@@ -117,6 +117,17 @@ impl BitTree {
         Ok(Some(bit))
     }
 
+    /// Calls `each` with every word that has a member, ascending: the number of its first bit, and the word.
+    pub(crate) fn for_each_word(&self, ram: &Ram, mut each: impl FnMut(u64, u64) -> Result<()>) -> Result<()> {
+        let mut from = 0;
+        while let Some(i) = self.next(ram, from)? {
+            let word = i / 64;
+            each(word * 64, ram.read_u64(self.levels[0].0 + word * 8)?)?;
+            from = (word + 1) * 64;
+        }
+        Ok(())
+    }
+
     /// Calls `each` with every member, ascending.
     pub(crate) fn for_each(&self, ram: &Ram, mut each: impl FnMut(u64) -> Result<()>) -> Result<()> {
         let mut from = 0;
@@ -160,6 +171,13 @@ mod tests {
             }
             let mut all = Vec::new();
             tree.for_each(&ram, |i| { all.push(i); Ok(()) }).unwrap();
+            let mut by_words = Vec::new();
+            tree.for_each_word(&ram, |first, word| {
+                by_words.extend((0..64).filter(|bit| word >> bit & 1 == 1).map(|bit| first + bit));
+                Ok(())
+            })
+            .unwrap();
+            prop_assert_eq!(&by_words, &all);
             prop_assert_eq!(all, oracle.into_iter().collect::<Vec<_>>());
         }
     }
