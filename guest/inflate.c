@@ -18,6 +18,7 @@
 #include <linux/mm.h>
 #include <linux/module.h>
 #include <linux/scatterlist.h>
+#include <linux/vmstat.h>
 
 #include "balloon.h"
 
@@ -259,6 +260,14 @@ static int tell_batch(struct bb *bb, struct virtqueue *vq, struct batch *batch)
 	return bb->use_bitmap ? tell_bitmaps(bb, vq, &batch->blocks) : tell_pfns(bb, vq, &batch->blocks);
 }
 
+/* What /proc/vmstat tells of balloons. */
+static void count_pages(bool in, unsigned long pages)
+{
+#ifdef CONFIG_MEMORY_BALLOON
+	count_vm_events(in ? BALLOON_INFLATE : BALLOON_DEFLATE, pages);
+#endif
+}
+
 /* Inflates by up to @want pages. Returns how many it were. */
 static unsigned long inflate(struct bb *bb, unsigned long want)
 {
@@ -277,6 +286,7 @@ static unsigned long inflate(struct bb *bb, unsigned long want)
 	/* Where telling fails, the host may have been told of some: all of them are the balloon's. */
 	tell_batch(bb, bb->inflate_vq, &batch);
 	balloon_put(bb, &batch);
+	count_pages(true, pages);
 	mutex_unlock(&bb->lock);
 	return pages;
 }
@@ -291,8 +301,9 @@ static unsigned long deflate(struct bb *bb, unsigned long want)
 	balloon_take(bb, &batch, min3(want, bb->pages, BATCH_PAGES));
 	if (batch.pages && tell_batch(bb, bb->deflate_vq, &batch))
 		balloon_put(bb, &batch);
-	mutex_unlock(&bb->lock);
 	pages = batch.pages;
+	count_pages(false, pages);
+	mutex_unlock(&bb->lock);
 	batch_free(bb, &batch);
 	return pages;
 }

@@ -20,6 +20,7 @@
 
 #include <linux/align.h>
 #include <linux/bitmap.h>
+#include <linux/delay.h>
 #include <linux/ktime.h>
 #include <linux/memory.h>
 #include <linux/memory_hotplug.h>
@@ -40,10 +41,15 @@
 
 #define LEAST_CHUNK 16U
 #define MOST_CHUNK 4096U
+#define MOST_PAUSE_US 100000U
 
-static unsigned int walk_chunk_pages = 256;
+static unsigned int walk_chunk_pages = 64;
 module_param(walk_chunk_pages, uint, 0644);
-MODULE_PARM_DESC(walk_chunk_pages, "struct pages looked at each time that a zone's lock is held (16 to 4096, default 256)");
+MODULE_PARM_DESC(walk_chunk_pages, "struct pages looked at each time that a zone's lock is held (16 to 4096, default 64)");
+
+static unsigned int walk_pause_us;
+module_param(walk_pause_us, uint, 0644);
+MODULE_PARM_DESC(walk_pause_us, "pause between two holds, microseconds (0 to 100000, default 0)");
 
 static unsigned long lock_hold_max_ns;
 module_param(lock_hold_max_ns, ulong, 0644);
@@ -152,6 +158,17 @@ static unsigned long walk_chunk(struct span *span, unsigned long pfn)
 	return pfn;
 }
 
+/* Between two holds. */
+static void pause(void)
+{
+	unsigned int us = min(READ_ONCE(walk_pause_us), MOST_PAUSE_US);
+
+	if (us)
+		usleep_range(us, 2 * us);
+	else
+		cond_resched();
+}
+
 /**
  * bb_walk() - note which pages are free
  * @start: the page of the first bit
@@ -181,7 +198,7 @@ int bb_walk(unsigned long start, unsigned long end, unsigned long *bits, const a
 				if (atomic_read(cancel))
 					return -EINTR;
 				pfn = walk_chunk(&span, pfn);
-				cond_resched();
+				pause();
 			}
 		}
 	}
