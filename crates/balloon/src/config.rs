@@ -1,7 +1,9 @@
 //! What a balloon is configured with, and its configuration space (virtio 1.3, sections 5.5.3 and 5.5.4).
 
+use crate::dialect::bitmap;
 use crate::{Dialect, Error, Result};
 use machine::BalloonConfig;
+use pages::Layout;
 use std::fmt;
 use std::str::FromStr;
 
@@ -113,9 +115,9 @@ impl Config {
         }
     }
 
-    /// Refuses a dialect that is not served and bits that it does not have.
-    pub(crate) fn check(&self) -> Result<()> {
-        let possible = self.dialect.offerable().ok_or(Error::UnservedDialect(self.dialect))?;
+    /// Refuses bits that the dialect does not have, or that a guest of this layout cannot have.
+    pub(crate) fn check(&self, layout: &Layout) -> Result<()> {
+        let possible = self.dialect.offerable();
         let bits = self.features & !(possible | feature::VERSION_1);
         if bits != 0 {
             return Err(Error::Unofferable {
@@ -123,6 +125,9 @@ impl Config {
                 bits,
                 possible,
             });
+        }
+        if self.dialect == Dialect::Bitmap {
+            bitmap::check_space(self.features, layout)?;
         }
         Ok(())
     }
@@ -235,16 +240,30 @@ mod tests {
 
     #[test]
     fn configurations_that_cannot_be_served_are_refused() {
-        assert!(config(Dialect::Standard, 0x3f).check().is_ok());
-        assert!(matches!(
-            config(Dialect::Standard, 1 << 6).check(),
-            Err(Error::Unofferable { bits: 0x40, .. })
-        ));
-        assert!(config(Dialect::Bitmap, 0x17).check().is_ok());
-        let refused = config(Dialect::Bitmap, feature::PAGE_BITMAP).check();
-        assert!(matches!(refused, Err(Error::Unofferable { bits: 8, .. })));
-        let refused = config(Dialect::BitmapRfc, 0).check();
-        assert!(matches!(refused, Err(Error::UnservedDialect(Dialect::BitmapRfc))));
+        let layout = Layout::flat(16384).unwrap();
+        let check = |dialect, features| config(dialect, features).check(&layout);
+        assert!(check(Dialect::Standard, 0x3f).is_ok());
+        let refused = check(Dialect::Standard, 1 << 6);
+        assert!(matches!(refused, Err(Error::Unofferable { bits: 0x40, .. })));
+        assert!(check(Dialect::Bitmap, 0x1f).is_ok());
+        let refused = check(Dialect::Bitmap, feature::REPORTING);
+        assert!(matches!(refused, Err(Error::Unofferable { bits: 0x20, .. })));
+        assert!(check(Dialect::BitmapRfc, 0xf).is_ok());
+        let refused = check(Dialect::BitmapRfc, feature::MISC_VQ);
+        assert!(matches!(refused, Err(Error::Unofferable { bits: 0x10, .. })));
+    }
+
+    #[test]
+    fn names_of_policies_go_both_ways() {
+        for policy in [DiscardPolicy::MarkOnly, DiscardPolicy::AtOnce] {
+            assert_eq!(policy.to_string().parse::<DiscardPolicy>().unwrap(), policy);
+        }
+        let refused = "never".parse::<DiscardPolicy>().unwrap_err().to_string();
+        assert!(
+            refused.contains("\"never\"") && refused.contains("at-once"),
+            "{refused}"
+        );
+        assert_eq!(DiscardPolicy::default(), DiscardPolicy::MarkOnly);
     }
 
     #[test]

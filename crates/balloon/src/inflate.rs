@@ -1,13 +1,17 @@
-//! Inflating and deflating by arrays of page frame numbers (virtio 1.3, section 5.5.6), and the pages in the balloon.
+//! Inflating and deflating (virtio 1.3, section 5.5.6), and the pages in the balloon.
 //!
 //! A buffer is an array of 32-bit little-endian page frame numbers, split over descriptors anywhere, in the middle of an
-//! entry too. What an inflate buffer names goes into the set of ballooned pages; memory is given back by whole granules
-//! of the host (4 KiB, or 2 MiB where huge pages back the guest), once all pages of a granule are in the balloon, and in
-//! as few calls as the runs allow.
+//! entry too; or, with PAGE_BITMAP, a header and a bitmap (see [`crate::window`]). What an inflate buffer names goes into
+//! the set of ballooned pages, whose words a bitmap joins 64 at a time. Naming a page again changes nothing.
+//!
+//! With [`DiscardPolicy::AtOnce`], memory is given back by whole granules of the host (4 KiB, or 2 MiB where huge pages
+//! back the guest), once all pages of a granule are in the balloon, and in one call a run, the runs being merged.
 
+use crate::config::DiscardPolicy;
 use crate::counters::Counters;
 use crate::device::Discard;
 use crate::queue::{Chain, Fate};
+use crate::window::{self, Form, Unbelieved};
 use pages::{Layout, PageRange, PageSet, Pfn};
 use std::sync::Arc;
 use vm_memory::GuestMemory;
@@ -20,17 +24,22 @@ pub(crate) struct Ballooned {
     layout: Arc<Layout>,
     set: PageSet,
     discard: Arc<dyn Discard>,
+    policy: DiscardPolicy,
+    /// How buffers carry bitmaps; `None` where they carry arrays.
+    form: Option<Form>,
     /// Scratch: the bytes and the numbers of one buffer.
     bytes: Vec<u8>,
     pfns: Vec<u32>,
 }
 
 impl Ballooned {
-    pub(crate) fn new(layout: &Arc<Layout>, discard: Arc<dyn Discard>) -> Self {
+    pub(crate) fn new(layout: &Arc<Layout>, discard: Arc<dyn Discard>, policy: DiscardPolicy) -> Self {
         Ballooned {
             layout: Arc::clone(layout),
             set: PageSet::empty(layout),
             discard,
+            policy,
+            form: None,
             bytes: Vec::new(),
             pfns: Vec::new(),
         }
@@ -46,9 +55,18 @@ impl Ballooned {
         self.set = set;
     }
 
+    /// The driver's features are known: whether buffers carry bitmaps, and how.
+    pub(crate) fn speak(&mut self, form: Option<Form>) {
+        self.form = form;
+    }
+
     /// Serves one buffer of the inflate queue.
     pub(crate) fn inflate<M: GuestMemory>(&mut self, mem: &M, chain: &Chain, counters: &mut Counters) -> Fate {
-        if self.take_pfns(mem, chain, counters) {
+        if let Some(form) = self.form {
+            if let Some(named) = self.take_bitmap(mem, chain, &form, counters) {
+                self.put_in(named, counters);
+            }
+        } else if self.take_pfns(mem, chain, counters) {
             let mut whole = Vec::new();
             let mut bad = 0;
             let layout = Arc::clone(&self.layout);
@@ -60,16 +78,42 @@ impl Ballooned {
                 }
             }
             counters.bad_pfns += bad;
-            for range in whole {
-                give_back(&*self.discard, range, counters);
-            }
+            self.release(whole, counters);
         }
         Fate::Used(0)
     }
 
+    /// Puts in the pages that a bitmap named.
+    fn put_in(&mut self, mut named: PageSet, counters: &mut Counters) {
+        if self.policy == DiscardPolicy::MarkOnly {
+            self.set.union_with(&named);
+            return;
+        }
+        // Only pages that were not in the balloon can make a granule whole. Each of their runs goes in in bulk.
+        named.subtract(&self.set);
+        let mut whole = Vec::new();
+        for run in named.runs() {
+            insert(&mut self.set, run, self.discard.granule_pages(), &mut whole);
+        }
+        self.release(whole, counters);
+    }
+
+    /// Gives granules that became whole back to the host, where that is the policy.
+    fn release(&self, whole: Vec<PageRange>, counters: &mut Counters) {
+        if self.policy == DiscardPolicy::AtOnce {
+            for range in whole {
+                give_back(&*self.discard, range, counters);
+            }
+        }
+    }
+
     /// Serves one buffer of the deflate queue.
     pub(crate) fn deflate<M: GuestMemory>(&mut self, mem: &M, chain: &Chain, counters: &mut Counters) -> Fate {
-        if self.take_pfns(mem, chain, counters) {
+        if let Some(form) = self.form {
+            if let Some(named) = self.take_bitmap(mem, chain, &form, counters) {
+                self.set.subtract(&named);
+            }
+        } else if self.take_pfns(mem, chain, counters) {
             for run in runs(&self.pfns) {
                 let ram: u64 = self.layout.clip(run).map(PageRange::count).sum();
                 counters.bad_pfns += run.count() - ram;
@@ -77,6 +121,31 @@ impl Ballooned {
             }
         }
         Fate::Used(0)
+    }
+
+    /// Reads the pages of RAM that a buffer's bitmap names; `None` where it is not to be believed at all.
+    fn take_bitmap<M: GuestMemory>(
+        &mut self,
+        mem: &M,
+        chain: &Chain,
+        form: &Form,
+        counters: &mut Counters,
+    ) -> Option<PageSet> {
+        let start = match window::read(mem, chain, form, &mut self.bytes) {
+            Ok(start) => start,
+            Err(unbelieved) => {
+                tracing::debug!(?unbelieved, len = chain.readable_bytes(), "page bitmap skipped");
+                counters.malformed += 1;
+                counters.bad_headers += u64::from(matches!(unbelieved, Unbelieved::Header(_)));
+                counters.torn += u64::from(unbelieved == Unbelieved::Torn);
+                return None;
+            }
+        };
+        let bitmap = self.bytes.get(form.header..).unwrap_or(&[]);
+        let mut named = PageSet::empty(&self.layout);
+        let ram = named.insert_bitmap(start, bitmap);
+        counters.bad_pfns += window::ones(bitmap) - ram;
+        Some(named)
     }
 
     /// Reads the numbers of a buffer, sorted, each once. False where the buffer is not to be believed at all.

@@ -37,6 +37,7 @@ mod session;
 mod shared;
 mod state;
 mod stats;
+mod window;
 
 pub use config::{Config, DiscardPolicy, QueueConfig, feature};
 pub use counters::Counters;
@@ -55,10 +56,16 @@ pub enum Error {
     /// A policy for discarding that nobody knows.
     #[error("balloon discard policy {0:?} is unknown; choose mark or at-once")]
     UnknownDiscard(String),
-    /// A dialect that this device does not speak.
-    #[error("balloon dialect {0} is not served by this device; choose standard or bitmap")]
-    UnservedDialect(Dialect),
-    /// Feature bits were configured that the dialect does not have, or that the device does not serve.
+    /// PAGE_BITMAP was configured for a guest that is too large for the `bitmap` dialect's windows.
+    #[error(
+        "the bitmap balloon cannot offer PAGE_BITMAP (bit 3) to a guest whose physical address space ends at \
+         {end_bytes:#x}: its bitmaps reach to 32 GiB (0x800000000); leave the bit out"
+    )]
+    Space {
+        /// Where guest-physical space ends.
+        end_bytes: u64,
+    },
+    /// Feature bits were configured that the dialect does not have.
     #[error("the {dialect} balloon cannot offer feature bits {bits:#x}; it can offer {possible:#x}")]
     Unofferable {
         /// The dialect.

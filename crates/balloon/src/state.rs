@@ -73,6 +73,7 @@ impl<M: GuestAddressSpace> Balloon<M> {
         let (issued, posted) = match &self.asking {
             Asking::Hints(hints) => (hints.issued(), None),
             Asking::Misc(misc) => (misc.issued(), misc.posted()),
+            Asking::Never => (0, None),
         };
         let state = State {
             dialect: self.config.dialect.name().to_owned(),
@@ -134,6 +135,7 @@ impl<M: GuestAddressSpace> Balloon<M> {
         self.stats.held = state.held_stats;
         self.stats.last = state.stats;
         self.ballooned.replace(ballooned);
+        self.ballooned.speak(self.config.dialect.form(self.acked, &self.layout));
         Ok(())
     }
 
@@ -208,11 +210,18 @@ impl<M: GuestAddressSpace> Balloon<M> {
 
     fn restore_asking(&self, state: &State, queues: &[Option<Slot>]) -> Result<Asking> {
         Ok(match &self.asking {
-            Asking::Hints(_) if state.posted.is_some() => {
+            Asking::Hints(_) | Asking::Never if state.posted.is_some() => {
                 return Err(Error::State(
                     "it holds a request buffer, which its dialect does not have".to_owned(),
                 ));
             }
+            Asking::Never if state.issued != 0 => {
+                return Err(Error::State(format!(
+                    "it has asked {} times, in a dialect without questions",
+                    state.issued
+                )));
+            }
+            Asking::Never => Asking::Never,
             Asking::Hints(_) => Asking::Hints(Hinting::restored(state.issued)?),
             Asking::Misc(_) => {
                 let mut misc = Misc::restored(state.issued);
