@@ -16,6 +16,11 @@ _FORMS = {
     "pattern": re.compile(r"pattern (\d+) (\d+) (\d+)"),
     "busy": re.compile(r"busy (\d+) (\d+)"),
 }
+# A guest beats this often (guest.c), and later when its host is slow.
+_BEAT_MS = 100
+CLOCK_SLACK_MS = 1500
+# The clocks of this machine and of an emulated host go apart by up to 1 %; twice that is allowed.
+_RATE_SHARE = 0.02
 _FACT = re.compile(r"facts (\S+) (.*)")
 
 
@@ -98,6 +103,44 @@ def check_heartbeat(watch):
     if expected == 1:
         raise ScriptError("the guest has sent no heartbeat")
     return longest
+
+
+def check_step(watch, piece, paused_ms):
+    """No jump of the guest's clock at a move: its step to the first beat on `piece` is at most the time it was paused.
+
+    The clock stands still while the guest is paused (`paused_ms`: its downtime and the comparing of RAM), or goes on
+    with the time: both are allowed, and a beat and some slack come on top. A beat that was on its way at the pause ends
+    on the new piece, and the pause is in the step after it, so two steps are looked at.
+    """
+    old, new = watch.on("hb", piece - 1), watch.on("hb", piece)
+    if not old or not new:
+        raise ScriptError(f"the guest sent {len(old)} heartbeats before a move and {len(new)} after, none to compare")
+    clocks = [ms for _, ms in (old[-1], *new[:2])]
+    most = paused_ms + _BEAT_MS + CLOCK_SLACK_MS
+    for before, after in zip(clocks, clocks[1:]):
+        if not 0 <= after - before <= most:
+            raise ScriptError(
+                f"the guest's clock went from {before} to {after} ms over a move, by {after - before} ms: it was "
+                f"paused for {paused_ms:.0f} ms, which explains a step of 0 to {most:.0f} ms"
+            )
+
+
+def check_stall(wall_ms, clock_ms, paused_ms):
+    """Neither stall nor jump of the guest's clock over a move, by a clock outside; returns by how much it lags, in ms.
+
+    `wall_ms`: the time outside between looks at the newest beat before a move and after it; `clock_ms`: the time
+    between those beats by the guest's clock. It may fall behind by no more than the pause, and may not run ahead.
+    """
+    behind = wall_ms - clock_ms
+    slack = CLOCK_SLACK_MS + wall_ms * _RATE_SHARE
+    if behind > paused_ms + slack:
+        raise ScriptError(
+            f"the guest's clock stalled: it fell behind by {behind:.0f} of {wall_ms:.0f} ms over a move in which it "
+            f"was paused for {paused_ms:.0f} ms"
+        )
+    if behind < -slack:
+        raise ScriptError(f"the guest's clock jumped: it is {-behind:.0f} ms ahead after {wall_ms:.0f} ms with a move")
+    return behind
 
 
 def check_pattern(watch):

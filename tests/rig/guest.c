@@ -267,11 +267,14 @@ static void make_pattern(unsigned long mib)
 
 static void fill_and_free(unsigned long mib)
 {
-	size_t bytes = (size_t)mib * MIB;
+	size_t bytes = (size_t)mib * MIB, pages = 0;
 	uint64_t *memory = take(bytes, "the fill");
 
 	for (size_t at = 0; at < bytes / sizeof(*memory); at += PAGE_WORDS)
 		memory[at] = mix(at) | 1;
+	for (size_t at = 0; at < bytes / sizeof(*memory); at += PAGE_WORDS)
+		pages += memory[at] == (mix(at) | 1);
+	say("facts filled_mib %zu", pages * PAGE_BYTES / MIB);
 	if (munmap(memory, bytes) != 0)
 		fail("giving the fill back: %s", strerror(errno));
 }

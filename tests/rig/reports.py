@@ -33,6 +33,21 @@ def check_completed(report, *, memory_bytes, verified):
         raise ScriptError(f"the {role}'s report says verified: {report['verified']}, not {verified}")
 
 
+def check_failed(source):
+    """A source's report of a migration that failed after pages had gone, and before anything was compared."""
+    if source["result"] != "failed" or not source["error"]:
+        raise ScriptError(f"the migration failed, and its report says {source['result']}: {source['error']}")
+    if source["verified"] is not None:
+        raise ScriptError(f"a migration that failed in a round says verified: {source['verified']}")
+    if source["pages"]["sent"] <= 0:
+        raise ScriptError(f"the receiver was killed in mid-round, and no page is told as sent: {source['pages']}")
+
+
+def paused_ms(source):
+    """How long the guest was paused: verify_ms is left out of the downtime, and is time paused, too."""
+    return source["downtime_ms"] + source["verify_ms"]
+
+
 def check_pair(source, receiver):
     """Both sides tell of the same pages."""
     told = [{fate: report["pages"][fate] for fate in FATES} for report in (source, receiver)]

@@ -14,8 +14,8 @@ sys.path[:0] = [str(ROOT / "scripts" / "lib"), str(ROOT / "tests")]
 
 # pylint: disable=wrong-import-position
 from emulated import cpio
-from emulated.basics import GIB, PAGE_BYTES, ScriptError
-from rig import console, modules, reports, scenarios
+from emulated.basics import GIB, MIB, PAGE_BYTES, ScriptError
+from rig import checks, console, guest, modules, reports, scenarios
 from rig.agent import Agent
 
 SAID = b"""\
@@ -34,7 +34,7 @@ def report(**changes):
     pages = {"total": 262144, "sent": 62144, "zero": 0, "hole": 100000, "hinted": 100000, "ballooned": 0, "filled": 0}
     whole = {
         "version": 1, "role": "source", "result": "completed", "error": None, "ram_bytes": GIB, "pages": pages,
-        "verified": True, "total_ms": 1500.0, "downtime_ms": 300.4, "rounds": [{}, {}],
+        "verified": True, "total_ms": 1500.0, "downtime_ms": 300.4, "verify_ms": 2000.0, "rounds": [{}, {}],
     }
     return {**whole, **changes, "pages": {**pages, **changes.get("pages", {})}}
 
@@ -91,6 +91,188 @@ class Console(unittest.TestCase):
             self.assertIn(console.read([SAID + line]).failed, line.decode())
 
 
+class Clock(unittest.TestCase):
+    """The guest's clock over a move."""
+
+    def check_step(self, before, after, paused_ms):
+        """A move from beats with these clocks to beats with those."""
+        numbers = iter(range(1, 100))
+        pieces = [b"".join(b"hb %d %d\n" % (next(numbers), ms) for ms in clocks) for clocks in (before, after)]
+        console.check_step(console.read(pieces), 1, paused_ms)
+
+    def test_steps_that_the_pause_explains(self):
+        self.check_step([900, 1000], [1100, 1200], 0)
+        self.check_step([1000], [1000 + 2300 + 100 + console.CLOCK_SLACK_MS], 2300)
+        self.check_step([1000], [1100, 1100 + 2300 + 100 + console.CLOCK_SLACK_MS], 2300)
+
+    def test_jumps(self):
+        most = 2300 + 100 + console.CLOCK_SLACK_MS
+        for before, after in (([1000], [1001 + most]), ([1000], [1100, 1101 + most]), ([1000], [999])):
+            with self.assertRaisesRegex(ScriptError, "the guest's clock went from .* it was paused for 2300 ms"):
+                self.check_step(before, after, 2300)
+        # A long step on the old host does not make one over the move right.
+        with self.assertRaises(ScriptError):
+            self.check_step([1, 9000], [12000], 300)
+
+    def test_no_beat_to_compare(self):
+        for before, after in (([], [100]), ([100], [])):
+            with self.assertRaisesRegex(ScriptError, "none to compare"):
+                self.check_step(before, after, 2300)
+
+    def test_beside_a_clock_outside(self):
+        self.assertEqual(console.check_stall(10_000, 9_900, 300), 100)
+        console.check_stall(10_000, 10_000 - 300 - 1700, 300)
+        console.check_stall(10_000, 10_000 + 1700, 300)
+        with self.assertRaisesRegex(ScriptError, "stalled: it fell behind by 2001 of 10000 ms"):
+            console.check_stall(10_000, 10_000 - 300 - 1701, 300)
+        with self.assertRaisesRegex(ScriptError, "jumped: it is 1701 ms ahead"):
+            console.check_stall(10_000, 10_000 + 1701, 300)
+
+
+class Checks(unittest.TestCase):
+    """What a host's kernel and the control socket say."""
+
+    def test_memory_of_a_process(self):
+        status = "Name:\tmigrate-host\nVmPeak:\t 9 kB\nVmHWM:\t 2097156 kB\nVmRSS:\t   70000 kB\nRssAnon:\t 1 kB\n"
+        self.assertEqual(checks.resident_bytes(status), (70000 << 10, 2097156 << 10))
+        for text in ("", "VmRSS:\t 1 kB\n", "VmHWM:\t 1 kB\n"):
+            with self.assertRaises(ScriptError, msg=text):
+                checks.resident_bytes(text)
+
+    def test_filled(self):
+        checks.check_filled({"filled_mib": "2048"}, 2048 * MIB, 2048)
+        for facts, resident in (
+            ({}, 4096 * MIB), ({"filled_mib": "2047"}, 4096 * MIB), ({"filled_mib": "2048"}, 2048 * MIB - 1)
+        ):
+            with self.assertRaises(ScriptError, msg=facts):
+                checks.check_filled(facts, resident, 2048)
+
+    def test_statistics(self):
+        good = {"fresh": True, "free_pages": 25000, "total_pages": 120000}
+        for free_kb in (100_000, 100_000 - checks.SLACK_KB, 100_000 + checks.SLACK_KB):
+            checks.check_stats(good, free_kb)
+        for changes in ({"fresh": False}, {"free_pages": None}, {"total_pages": None}, {"free_pages": 25000 + 16384}):
+            with self.assertRaises(ScriptError, msg=changes):
+                checks.check_stats({**good, **changes}, 100_000)
+
+    def test_statistics_that_do_not_follow(self):
+        before = {"free_pages": 100_000}
+        for free in (83_616, 83_616 + 2048, 83_616 - 2048):
+            checks.check_fell(before, {"free_pages": free}, 16384)
+        for free in (100_000, 116_384, 83_616 + 2049, 83_616 - 2049):
+            with self.assertRaises(ScriptError, msg=free):
+                checks.check_fell(before, {"free_pages": free}, 16384)
+
+    def test_a_console_that_was_left(self):
+        checks.check_still("/run/guest-0.console", 500, 500)
+        for now in (501, 0):
+            with self.assertRaisesRegex(ScriptError, "from 500 to"):
+                checks.check_still("/run/guest-0.console", 500, now)
+
+
+class FakeJob:
+    """A process in a host that has ended, or does not."""
+
+    name = "host"
+
+    def __init__(self, host, code):
+        self._host, self._code = host, code
+
+    def wait(self, _, what):
+        """Its exit code. What it wrote last is there only now."""
+        if self._code is None:
+            raise ScriptError(f"waited in vain for {what}")
+        self._host.files["/run/guest-0.console"] += b"hb 2 200\n"
+        return self._code
+
+    def code(self):
+        """It runs, as far as others see."""
+        return None
+
+    def told(self):
+        """Nothing."""
+        return ""
+
+
+class FakeHost:
+    """A host that has files, and remembers its commands."""
+
+    def __init__(self, name):
+        self.name = self.address = name
+        self.files = {"/run/recv.out": b"listening\n"}
+        self.commands = []
+        self.code = 0
+
+    def read(self, path, offset=0):
+        """A file."""
+        return self.files.get(path, b"")[offset:]
+
+    def check(self, command, _):
+        """Runs what it knows."""
+        self.commands.append(command)
+        return str(len(self.files[command.split()[-1]])) if command.startswith("stat") else ""
+
+    def start(self, name, words):
+        """Starts nothing."""
+        self.commands.append(f"start {name} {' '.join(words)}")
+        return FakeJob(self, self.code)
+
+    def wait_until(self, *_):
+        """Holds already."""
+
+
+class FakePair:
+    """Two of them."""
+
+    def __init__(self):
+        self.a, self.b = FakeHost("a"), FakeHost("b")
+        self.a.files["/run/guest-0.console"] = b"hb 1 100\n"
+
+    def other(self, host):
+        """The other one."""
+        return self.b if host is self.a else self.a
+
+
+class Moving(unittest.TestCase):
+    """What a guest leaves at its source."""
+
+    def guest(self, code=0):
+        """A guest on fake hosts whose process ends with this code when the guest has gone."""
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        pair = FakePair()
+        pair.a.code = code
+        return pair, guest.Guest(pair, Path(folder.name), float("inf"), memory_mib=1)
+
+    # pylint: disable=protected-access
+    def test_earlier_reports_go_first(self):
+        pair, moved = self.guest()
+        moved.receiver()
+        moved.sender()
+        for host, name, path in ((pair.b, "recv", "/run/receiver.json"), (pair.a, "send", "/run/source.json")):
+            start = next(i for i, command in enumerate(host.commands) if command.startswith(f"start {name} "))
+            self.assertIn(f"rm -f {path}", host.commands[:start])
+
+    def test_the_end_of_the_process_comes_before_the_last_look(self):
+        pair, moved = self.guest()
+        moved._leave(pair.b, FakeJob(pair.b, 0))
+        self.assertEqual(len(moved.watch().on("hb", 0)), 2)
+        moved.check_gone()
+
+    def test_a_process_that_stays_or_fails(self):
+        for code in (None, 1):
+            pair, moved = self.guest(code)
+            with self.assertRaises(ScriptError, msg=code):
+                moved._leave(pair.b, FakeJob(pair.b, 0))
+
+    def test_a_guest_that_goes_on_where_it_was(self):
+        pair, moved = self.guest()
+        moved._leave(pair.b, FakeJob(pair.b, 0))
+        pair.a.files["/run/guest-0.console"] += b"hb 3 300\n"
+        with self.assertRaisesRegex(ScriptError, "/run/guest-0.console on host a went from"):
+            moved.check_gone()
+
+
 class Reports(unittest.TestCase):
     """What both sides tell of a migration."""
 
@@ -118,6 +300,18 @@ class Reports(unittest.TestCase):
             reports.check_pair(report(), report(pages={"hinted": 0, "sent": 162144}))
         with self.assertRaises(ScriptError):
             reports.check_at_least(report(), "hinted", 6 * GIB // PAGE_BYTES, "6 GiB")
+
+    def test_failed_in_mid_round(self):
+        failed = report(result="failed", error="it closed the connection", verified=None)
+        reports.check_failed(failed)
+        for changes in (
+            {"result": "completed"}, {"error": None}, {"verified": True}, {"verified": False}, {"pages": {"sent": 0}}
+        ):
+            with self.assertRaises(ScriptError, msg=changes):
+                reports.check_failed({**failed, **changes})
+
+    def test_time_paused(self):
+        self.assertEqual(reports.paused_ms(report()), 2300.4)
 
     def test_what_is_no_report(self):
         for data in (b"", b"{", b"[]", b"{}", json.dumps(report(version=2)).encode()):
