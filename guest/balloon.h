@@ -49,6 +49,9 @@ struct bb_walk {
 	u64 looked_at;
 	u64 holds;
 	u64 hold_max_ns;
+	u64 hold_total_ns;
+	/* Holds of 100 microseconds and more: more than looking takes, as where a host does not run the guest. */
+	u64 long_holds;
 };
 
 /* The answering side of the misc queue. Touched by its work item alone, but for `rang`. */

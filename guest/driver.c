@@ -167,6 +167,8 @@ static int counters_show(struct seq_file *file, void *unused)
 	seq_printf(file, "last_looked_at %llu\n", c->last.looked_at);
 	seq_printf(file, "last_lock_holds %llu\n", c->last.holds);
 	seq_printf(file, "last_lock_hold_max_ns %llu\n", c->last.hold_max_ns);
+	seq_printf(file, "last_lock_hold_total_ns %llu\n", c->last.hold_total_ns);
+	seq_printf(file, "last_lock_holds_over_100us %llu\n", c->last.long_holds);
 	seq_printf(file, "last_answer_ns %llu\n", c->last_answer_ns);
 	return 0;
 }

@@ -123,9 +123,10 @@ static void answered(struct bb *bb)
 	bb->counters.last_answer_ns = took;
 	if (READ_ONCE(log_answers))
 		dev_info(&bb->vdev->dev,
-			 "request %llu: %llu pages free of %lu, %llu looked at, in %llu us, zone lock held %llu times, longest %llu ns\n",
+			 "request %llu: %llu pages free of %lu, %llu looked at, in %llu us, zone lock held %llu times for %llu us, longest %llu ns, %llu of 100 us or more\n",
 			 misc->id, misc->walk.free_pages, misc->end, misc->walk.looked_at, took / NSEC_PER_USEC,
-			 misc->walk.holds, misc->walk.hold_max_ns);
+			 misc->walk.holds, misc->walk.hold_total_ns / NSEC_PER_USEC, misc->walk.hold_max_ns,
+			 misc->walk.long_holds);
 }
 
 /* Walks the window that is due and hands it to the host. */

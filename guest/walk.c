@@ -43,6 +43,8 @@
 #define MOST_CHUNK 4096U
 #define MOST_PAUSE_US 100000U
 
+#define LONG_HOLD_NS 100000U
+
 static unsigned int walk_chunk_pages = 64;
 module_param(walk_chunk_pages, uint, 0644);
 MODULE_PARM_DESC(walk_chunk_pages, "struct pages looked at each time that a zone's lock is held (16 to 4096, default 64)");
@@ -153,6 +155,8 @@ static unsigned long walk_chunk(struct span *span, unsigned long pfn)
 
 	span->seen->holds++;
 	span->seen->hold_max_ns = max(span->seen->hold_max_ns, held);
+	span->seen->hold_total_ns += held;
+	span->seen->long_holds += held >= LONG_HOLD_NS;
 	if (held > READ_ONCE(lock_hold_max_ns))
 		WRITE_ONCE(lock_hold_max_ns, held);
 	return pfn;
