@@ -19,7 +19,7 @@ const REQUEST_BYTES: u32 = 16;
 const GET_FREE_PAGES: u16 = 0;
 
 /// Pages that are added while a request is answered ([`Quirks::memory_grows`]).
-const GROWN: u64 = 1 << 15;
+const GROWN: u64 = WINDOW_PAGES;
 
 /// The misc queue.
 #[derive(Debug, Serialize, Deserialize)]
