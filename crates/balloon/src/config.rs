@@ -42,7 +42,8 @@ pub struct Config {
 
 /// When the memory of pages that the guest puts into its balloon goes back to the host.
 ///
-/// Whichever it is, the pages count as ballooned, and a migration may skip them.
+/// Whichever it is, the pages count as ballooned, and a migration may skip them. Free page reporting of the `standard`
+/// dialect is another matter: it is for giving memory back, and always does.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DiscardPolicy {
     /// Never: the pages only become skippable for a migration. The safe one where buffers carry bitmaps: drivers of those

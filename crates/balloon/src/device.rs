@@ -233,7 +233,6 @@ impl<M: GuestAddressSpace> Balloon<M> {
         self.space.poison_val = 0;
         self.stats = StatsQueue::default();
         self.ballooned.replace(PageSet::empty(&self.layout));
-        self.ballooned.speak(None);
     }
 
     /// Has the device leave guest memory alone until [`Balloon::resume`]: a statistics request would write a ring that
