@@ -111,7 +111,7 @@ def build_balloon_driver(work, script=_BUILD_MODULE):
         raise ScriptError(f"building the balloon driver took more than {_MODULE_LIMIT_S} s") from error
     said = "\n".join((done.stdout + done.stderr).splitlines()[-8:])
     if done.returncode == _SKIPPED:
-        raise NoHeaders(" ".join(said.split()))
+        raise NoHeaders(" ".join(said.split()).rpartition("SKIPPED: ")[2])
     if done.returncode != 0:
         raise ScriptError(f"building the balloon driver: {' '.join(command)} ended with {done.returncode}:\n{said}")
     return Path(done.stdout.splitlines()[-1])

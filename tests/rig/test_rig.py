@@ -398,7 +398,7 @@ class BalloonDriver(unittest.TestCase):
         self.assertEqual(self.build('echo "$2"'), Path("6.1.0-1-cloud-amd64"))
 
     def test_no_headers_and_no_module_are_two_things(self):
-        with self.assertRaisesRegex(images.NoHeaders, "^SKIPPED: no headers$"):
+        with self.assertRaisesRegex(images.NoHeaders, "^no headers$"):
             self.build("echo SKIPPED: no headers; exit 77")
         with self.assertRaisesRegex(ScriptError, "ended with 1:\nno compiler"):
             self.build("echo no compiler >&2; exit 1")
