@@ -4,6 +4,7 @@ use crate::check::SelfCheck;
 use crate::config::GuestConfig;
 use crate::driver::Ports;
 use crate::frames::{Frames, Places};
+use crate::hooks::{Hooks, Plain};
 use crate::kernel::{Kernel, Order};
 use crate::machine_impl::SoftMachine;
 use crate::platform::Platform;
@@ -66,11 +67,11 @@ impl Shared {
 }
 
 /// Gives memory back for the balloon.
-struct Giver(Arc<GuestMemory>);
+struct Giver(Arc<GuestMemory>, Arc<dyn Hooks>);
 
 impl balloon::Discard for Giver {
     fn discard(&self, range: PageRange) -> machine::Result<()> {
-        Ok(self.0.discard(range)?)
+        self.1.discard(&self.0, range)
     }
 
     fn granule_pages(&self) -> u64 {
@@ -94,7 +95,15 @@ impl SoftGuest {
     /// # Errors
     /// As [`SoftGuest::start`]; and RAM whose layout is not the configuration's.
     pub fn boot(config: GuestConfig, ram: Arc<GuestMemory>) -> Result<SoftGuest> {
-        let guest = SoftGuest::assemble(config, ram)?;
+        SoftGuest::boot_with(config, ram, Arc::new(Plain))
+    }
+
+    /// The same with places for a benchmark to look in.
+    ///
+    /// # Errors
+    /// As [`SoftGuest::boot`].
+    pub fn boot_with(config: GuestConfig, ram: Arc<GuestMemory>, hooks: Arc<dyn Hooks>) -> Result<SoftGuest> {
+        let guest = SoftGuest::assemble(config, ram, hooks)?;
         let shared = guest.shared();
         let kernel = Kernel::boot(&shared.config, shared.ram.clone(), shared.ports.as_ref())?;
         *shared.kernel() = Some(kernel);
@@ -108,10 +117,10 @@ impl SoftGuest {
     /// # Errors
     /// A description of no soft guest, or RAM whose layout is not that of the description.
     pub fn new_for_restore(config: &MachineConfig, ram: Arc<GuestMemory>) -> Result<SoftGuest> {
-        SoftGuest::assemble(GuestConfig::from_machine_config(config)?, ram)
+        SoftGuest::assemble(GuestConfig::from_machine_config(config)?, ram, Arc::new(Plain))
     }
 
-    fn assemble(config: GuestConfig, memory: Arc<GuestMemory>) -> Result<SoftGuest> {
+    fn assemble(config: GuestConfig, memory: Arc<GuestMemory>, hooks: Arc<dyn Hooks>) -> Result<SoftGuest> {
         config.check()?;
         if *memory.layout() != config.layout {
             return Err(Error::Config(
@@ -125,11 +134,12 @@ impl SoftGuest {
             None => None,
             Some(balloon) => {
                 let interrupts: Arc<dyn balloon::Interrupts> = platform.clone();
-                let giver = Arc::new(Giver(memory));
+                let giver = Arc::new(Giver(memory, Arc::clone(&hooks)));
                 let device = Balloon::new(balloon, Arc::clone(&config.layout), ram.clone(), interrupts, giver)?;
                 Some(Ports {
                     device: SharedBalloon::new(device),
                     platform: Arc::clone(&platform),
+                    hooks,
                 })
             }
         };
@@ -362,7 +372,7 @@ fn device_thread(shared: &Shared) {
             continue;
         };
         for queue in (0..32).filter(|queue| rings >> queue & 1 == 1) {
-            ports.device.lock().notify(queue);
+            ports.hooks.kicked(&ports.device, &*ports.platform, queue);
         }
     }
 }

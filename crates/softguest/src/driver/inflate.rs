@@ -8,6 +8,7 @@ use super::page_bitmap::{Bits, CONT, HEADER_BYTES, Header, covered, rfc_chain};
 use super::virtqueue::{Buffer, Virtqueue};
 use super::{ACTUAL, Later, NUM_PAGES, Ports};
 use crate::frames::WINDOW_PAGES;
+use crate::hooks::Work;
 use crate::mm::Mm;
 use crate::quirks::Quirks;
 use crate::{Error, Result};
@@ -154,9 +155,7 @@ impl Transfer {
     /// The device has used what it had of ours.
     fn done(&mut self, mm: &mut Mm, ports: &Ports) -> Result<()> {
         if let Some(Busy::Deflating(frames)) = self.busy.take() {
-            for frame in frames {
-                mm.free(frame, 0)?;
-            }
+            ports.timed(Work::Free, || free_all(mm, &frames))?;
         }
         ports.set_config(ACTUAL, u32::try_from(mm.balloon_pages).unwrap_or(u32::MAX));
         Ok(())
@@ -171,7 +170,7 @@ impl Transfer {
         if let Some(wait) = self.retry_in() {
             return Ok(Some(wait));
         }
-        let pfns = take_pages(mm, count)?;
+        let pfns = ports.timed(Work::Allocate, || take_pages(mm, count))?;
         if pfns.is_empty() {
             self.retry_at = Some(Instant::now() + RETRY);
             return Ok(Some(RETRY));
@@ -182,7 +181,7 @@ impl Transfer {
     }
 
     fn leak(&mut self, mm: &mut Mm, ports: &Ports, count: u64) -> Result<Later> {
-        let (pfns, frames) = give_pages(mm, count)?;
+        let (pfns, frames) = ports.timed(Work::Free, || give_pages(mm, count))?;
         tell(&mut self.deflate, mm, ports, mm.places.deflate, &pfns)?;
         self.busy = Some(Busy::Deflating(frames));
         Ok(None)
@@ -192,7 +191,7 @@ impl Transfer {
         if let Some(wait) = self.retry_in().filter(|_| self.filling.is_none()) {
             return Ok(Some(wait));
         }
-        let fresh = take_pages(mm, wanted.min(CHUNK))?;
+        let fresh = ports.timed(Work::Allocate, || take_pages(mm, wanted.min(CHUNK)))?;
         let short = (fresh.len() as u64) < wanted.min(CHUNK);
         let more = wanted > CHUNK && !short;
         let before = self.filling.take();
@@ -235,7 +234,7 @@ impl Transfer {
     }
 
     fn leak_bitmap(&mut self, mm: &mut Mm, ports: &Ports, quirks: &Quirks, count: u64) -> Result<Later> {
-        let (pfns, frames) = give_pages(mm, count.min(CHUNK))?;
+        let (pfns, frames) = ports.timed(Work::Free, || give_pages(mm, count.min(CHUNK)))?;
         let Some(span) = Span::of(&pfns) else {
             return Err(Error::Corrupt("the balloon is emptier than is counted".to_owned()));
         };
@@ -407,25 +406,32 @@ impl Transfer {
 /// Allocates up to `count` pages for the balloon; which.
 fn take_pages(mm: &mut Mm, count: u64) -> Result<Vec<u64>> {
     let mut pfns = Vec::new();
-    for _ in 0..count {
-        let Some(frame) = mm.alloc_noretry(0)? else {
-            break;
-        };
-        mm.enter_balloon(frame)?;
-        pfns.push(Pfn::of_address(mm.frames.address(frame)?).0);
+    while let Some((frame, order)) = mm.alloc_some_noretry(count - pfns.len() as u64)? {
+        mm.enter_balloon_block(frame, order)?;
+        let first = Pfn::of_address(mm.frames.address(frame)?).0;
+        pfns.extend(first..first + (1 << order));
     }
     Ok(pfns)
+}
+
+/// Frees pages that came out of the balloon.
+fn free_all(mm: &mut Mm, frames: &[u64]) -> Result<()> {
+    let mut runs = frames.chunk_by(|frame, next| frame.checked_add(1) == Some(*next));
+    runs.try_for_each(|run| mm.free_run(run[0], run.len() as u64))
 }
 
 /// Takes up to `count` pages out of the balloon, still allocated; which, as pages and as frames.
 fn give_pages(mm: &mut Mm, count: u64) -> Result<(Vec<u64>, Vec<u64>)> {
     let (mut pfns, mut frames) = (Vec::new(), Vec::new());
-    for _ in 0..count {
-        let Some(frame) = mm.leave_balloon()? else {
+    while (frames.len() as u64) < count {
+        let Some((first, word)) = mm.leave_balloon_some(count - frames.len() as u64)? else {
             break;
         };
-        pfns.push(Pfn::of_address(mm.frames.address(frame)?).0);
-        frames.push(frame);
+        let bits = (0..64).filter(|bit| word >> bit & 1 == 1);
+        for frame in bits.map(|bit| first + bit) {
+            pfns.push(Pfn::of_address(mm.frames.address(frame)?).0);
+            frames.push(frame);
+        }
     }
     Ok((pfns, frames))
 }

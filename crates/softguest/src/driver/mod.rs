@@ -14,6 +14,7 @@ mod stats;
 mod virtqueue;
 
 use crate::frames::{QUEUE_SIZE, QUEUES};
+use crate::hooks::{Hooks, Work};
 use crate::mm::Mm;
 use crate::platform::{Irqs, Platform};
 use crate::quirks::Quirks;
@@ -28,7 +29,7 @@ use serde::{Deserialize, Serialize};
 use standard::Hinting;
 use stats::Statistics;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Offsets in the configuration space.
 const NUM_PAGES: u64 = 0;
@@ -41,6 +42,7 @@ const POISON_VAL: u64 = 12;
 pub(crate) struct Ports {
     pub(crate) device: SharedBalloon<Ram>,
     pub(crate) platform: Arc<Platform>,
+    pub(crate) hooks: Arc<dyn Hooks>,
 }
 
 impl Ports {
@@ -52,6 +54,14 @@ impl Ports {
 
     fn set_config(&self, offset: u64, value: u32) {
         self.device.lock().write_config(offset, &value.to_le_bytes());
+    }
+
+    /// Does `act`, and says how long it took.
+    fn timed<T>(&self, work: Work, act: impl FnOnce() -> T) -> T {
+        let began = Instant::now();
+        let done = act();
+        self.hooks.worked(work, began.elapsed());
+        done
     }
 
     /// Rings, and goes on at once: an ioeventfd.
