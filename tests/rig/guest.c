@@ -6,10 +6,11 @@
  *   hb NUMBER MS             every 100 ms: a number that rises by one, and the monotonic clock
  *   mem FREE AVAIL INFL DEFL every second: kB free and available, pages that the balloon has taken and given back
  *   pattern PASS PAGES MS    the whole pattern was read and is right; it was begun at MS
- *   bitmap REQ ANS FREE HOLDS LONGEST TOOK
+ *   bitmap REQ ANS FREE HOLDS HELD LONGEST LONG TOOK
  *                            (our balloon driver) when it has been asked or has answered: requests and answers until
- *                            now, and of the latest answer the pages free, how often a zone's lock was held, its
- *                            longest hold and the time that the answer took, both in ns
+ *                            now, and of the latest answer the pages free, how often a zone's lock was held, for how
+ *                            long in all, the longest hold, how many were of 100 us or more, and the time that the
+ *                            answer took; times in ns
  *   unloaded REQ ANS MS      (rig.unload=1) our balloon driver was unloaded while a request was open, which took MS
  *   loaded MS                (rig.unload=1) it is loaded again, at MS
  *   busy ROUND MS            (busy) data was made, compressed, taken apart, compared and deleted, for the ROUNDth time
@@ -189,8 +190,9 @@ static void say_answers(void)
 		return;
 	requests = asked;
 	answers = answered;
-	say("bitmap %lu %lu %lu %lu %lu %lu", asked, answered, number_of(path, "\nlast_free_pages "),
-	    number_of(path, "\nlast_lock_holds "), number_of(path, "\nlast_lock_hold_max_ns "),
+	say("bitmap %lu %lu %lu %lu %lu %lu %lu %lu", asked, answered, number_of(path, "\nlast_free_pages "),
+	    number_of(path, "\nlast_lock_holds "), number_of(path, "\nlast_lock_hold_total_ns "),
+	    number_of(path, "\nlast_lock_hold_max_ns "), number_of(path, "\nlast_lock_holds_over_100us "),
 	    number_of(path, "\nlast_answer_ns "));
 }
 

@@ -289,8 +289,11 @@ def _answer(guest):
         "the balloon driver to have answered",
         lambda watch: watch.bitmap and watch.bitmap[-1].numbers[1], _ANSWER_LIMIT_S,
     )
-    _, _, free, holds, longest_ns, took_ns = watch.bitmap[-1].numbers
-    return f"{free} pages free, found in {took_ns / 1e6:.1f} ms, zone lock held {holds} times, longest {longest_ns} ns"
+    _, _, free, holds, held_ns, longest_ns, long, took_ns = watch.bitmap[-1].numbers
+    return (
+        f"{free} pages free, found in {took_ns / 1e6:.1f} ms; a zone's lock was held {holds} times, for "
+        f"{held_ns / max(holds, 1) / 1e3:.1f} us on average, {longest_ns / 1e3:.1f} us at most, {long} times for 100 us or more"
+    )
 
 
 @_scenario("bitmap-8g", guests=2, our_driver=True)
@@ -379,6 +382,8 @@ def bitmap_unload(stage):
              f"the session: {first.source['balloon']}")
     if took_ms > _UNLOAD_MOST_MS:
         raise ScriptError(f"unloading the driver in the middle of a request took {took_ms} ms")
+    if first.source["balloon"]["timed_out"]:
+        raise ScriptError(f"the driver had gone, and the host waited for its answer: {first.source['balloon']}")
     guest.check_here()
     free_kb = guest.free_kb()
     second = guest.migrate(*_ASK)

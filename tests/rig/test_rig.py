@@ -52,8 +52,8 @@ class Console(unittest.TestCase):
         console.check_pattern(watch)
 
     def test_our_balloon_driver(self):
-        watch = console.read([b"bitmap 1 0 0 0 0 0\nbitmap 1 1 9000 88 4100 7000000\nunloaded 2 1 35\nloaded 5000\n"])
-        self.assertEqual([said.numbers for said in watch.bitmap], [(1, 0, 0, 0, 0, 0), (1, 1, 9000, 88, 4100, 7000000)])
+        watch = console.read([b"bitmap 1 1 9000 88 99000 4100 2 7000000\nunloaded 2 1 35\nloaded 5000\n"])
+        self.assertEqual(watch.bitmap[0].numbers, (1, 1, 9000, 88, 99000, 4100, 2, 7000000))
         self.assertEqual((watch.unloaded[0].numbers, watch.loaded[0].numbers), ((2, 1, 35), (5000,)))
 
     def test_every_cut_between_two_hosts(self):
