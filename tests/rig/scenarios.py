@@ -346,7 +346,9 @@ def bitmap_inflate(stage):
     if now > held - GIB:
         raise ScriptError(f"the balloon holds 7 GiB, and its host's process {now} bytes, after {held} bytes before")
     hop = guest.migrate("--ask", "never")
-    reports.check_at_least(hop.source, "ballooned", 7 * GIB // PAGE_BYTES, "what the balloon holds")
+    # One page in 64 may have come out silently, as far as the device knows (the drivers of 2016): it is not left out.
+    pages = 7 * GIB // PAGE_BYTES
+    reports.check_at_least(hop.source, "ballooned", pages - pages // 64, "what the balloon holds, but for one in 64")
     guest.check_here()
     began = time.monotonic()
     _inflate(stage, guest, "0", 0)
