@@ -170,7 +170,8 @@ impl<M: GuestAddressSpace> Balloon<M> {
             question: &mut self.question,
         };
         let interrupts = &*self.interrupts;
-        queue.drain(
+        let answers = tally.life.answers + tally.life.late + tally.life.malformed;
+        let done = queue.drain(
             &self.memory.memory(),
             |mem, queue, chain| {
                 let fate = misc.serve(mem, chain, &mut tally);
@@ -180,7 +181,11 @@ impl<M: GuestAddressSpace> Balloon<M> {
                 Ok(fate)
             },
             || interrupts.queue(index),
-        )
+        );
+        if self.counters.answers + self.counters.late + self.counters.malformed != answers {
+            self.ballooned.bitmap_was_an_answer();
+        }
+        done
     }
 
     /// Puts an open request into the guest's hands, where it has a buffer posted.

@@ -16,6 +16,9 @@ pub struct Counters {
     pub bad_headers: u64,
     /// Inflate and deflate buffers (of those in `malformed`) that changed while they were read.
     pub torn: u64,
+    /// Inflate buffers with the bits of the buffer before them, as compaction sends them: the set of ballooned pages was
+    /// emptied, as a page left it without a word.
+    pub stale_bitmaps: u64,
     /// Kicks on queues that were not negotiated, not set up, or stopped. Ignored.
     pub ignored_kicks: u64,
     /// Page frame numbers, or bits, of inflate and deflate buffers that are not RAM. Ignored.

@@ -232,7 +232,7 @@ impl<M: GuestAddressSpace> Balloon<M> {
         self.space.actual = 0;
         self.space.poison_val = 0;
         self.stats = StatsQueue::default();
-        self.ballooned.replace(PageSet::empty(&self.layout));
+        self.ballooned.clear();
     }
 
     /// Has the device leave guest memory alone until [`Balloon::resume`]: a statistics request would write a ring that

@@ -13,11 +13,22 @@ use crate::device::Discard;
 use crate::queue::{Chain, Fate};
 use crate::window::{self, Form, Unbelieved};
 use pages::{Layout, PageRange, PageSet, Pfn};
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use vm_memory::GuestMemory;
 
 /// The most entries of one buffer that are honoured. Linux sends 256, Windows 1024.
 const MOST_PFNS: usize = 1 << 16;
+
+/// What a driver's bitmap held when it came last.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct LastBits {
+    /// Of its place and its bits, as an inflate or deflate buffer.
+    digest: Option<u64>,
+    /// It has carried an answer to a question since.
+    was_an_answer: bool,
+}
 
 /// The pages that the guest gave up.
 pub(crate) struct Ballooned {
@@ -27,6 +38,8 @@ pub(crate) struct Ballooned {
     policy: DiscardPolicy,
     /// How buffers carry bitmaps; `None` where they carry arrays.
     form: Option<Form>,
+    /// What the driver's bitmap held when it came last; see [`Ballooned::is_stale`].
+    last: LastBits,
     /// Scratch: the bytes and the numbers of one buffer.
     bytes: Vec<u8>,
     pfns: Vec<u32>,
@@ -40,6 +53,7 @@ impl Ballooned {
             discard,
             policy,
             form: None,
+            last: LastBits::default(),
             bytes: Vec::new(),
             pfns: Vec::new(),
         }
@@ -50,9 +64,41 @@ impl Ballooned {
         &self.set
     }
 
+    /// Back to before a driver came.
+    pub(crate) fn clear(&mut self) {
+        self.set = PageSet::empty(&self.layout);
+        self.last = LastBits::default();
+    }
+
     /// Takes over the set that another device had.
-    pub(crate) fn replace(&mut self, set: PageSet) {
+    pub(crate) fn replace(&mut self, set: PageSet, last: LastBits) {
         self.set = set;
+        self.last = last;
+    }
+
+    /// What the driver's bitmap held when it came last, for saved state.
+    pub(crate) fn last_bits(&self) -> LastBits {
+        self.last
+    }
+
+    /// An answer to a question came out of the driver's one bitmap: what it holds now may go out as an inflation.
+    pub(crate) fn bitmap_was_an_answer(&mut self) {
+        self.last.was_an_answer = true;
+    }
+
+    /// Whether an inflate buffer is one that the driver sends a second time, which is how it tells of compaction (quirk 11):
+    /// it moved a page out of the balloon, and does not say which. The driver does not rewrite its bitmap for that, so the
+    /// bits are those of the buffer before, on whichever queue that was; after an answer to a question they may be its.
+    /// Nothing in the balloon can be believed after that; each later inflate names all of it again (quirk 10).
+    fn is_stale(&self, bits: u64) -> bool {
+        self.last.was_an_answer || self.last.digest == Some(bits)
+    }
+
+    fn came(&mut self, bits: u64) {
+        self.last = LastBits {
+            digest: Some(bits),
+            was_an_answer: false,
+        };
     }
 
     /// The driver's features are known: whether buffers carry bitmaps, and how.
@@ -63,8 +109,15 @@ impl Ballooned {
     /// Serves one buffer of the inflate queue.
     pub(crate) fn inflate<M: GuestMemory>(&mut self, mem: &M, chain: &Chain, counters: &mut Counters) -> Fate {
         if let Some(form) = self.form {
-            if let Some(named) = self.take_bitmap(mem, chain, &form, counters) {
-                self.put_in(named, counters);
+            if let Some((named, bits)) = self.take_bitmap(mem, chain, &form, counters) {
+                if self.is_stale(bits) {
+                    tracing::debug!("an inflate bitmap is the one before, again: nothing in the balloon is believed");
+                    counters.stale_bitmaps += 1;
+                    self.set = PageSet::empty(&self.layout);
+                } else {
+                    self.put_in(named, counters);
+                }
+                self.came(bits);
             }
         } else if self.take_pfns(mem, chain, counters) {
             let mut whole = Vec::new();
@@ -110,8 +163,9 @@ impl Ballooned {
     /// Serves one buffer of the deflate queue.
     pub(crate) fn deflate<M: GuestMemory>(&mut self, mem: &M, chain: &Chain, counters: &mut Counters) -> Fate {
         if let Some(form) = self.form {
-            if let Some(named) = self.take_bitmap(mem, chain, &form, counters) {
+            if let Some((named, bits)) = self.take_bitmap(mem, chain, &form, counters) {
                 self.set.subtract(&named);
+                self.came(bits);
             }
         } else if self.take_pfns(mem, chain, counters) {
             for run in runs(&self.pfns) {
@@ -130,7 +184,7 @@ impl Ballooned {
         chain: &Chain,
         form: &Form,
         counters: &mut Counters,
-    ) -> Option<PageSet> {
+    ) -> Option<(PageSet, u64)> {
         let start = match window::read(mem, chain, form, &mut self.bytes) {
             Ok(start) => start,
             Err(unbelieved) => {
@@ -145,7 +199,8 @@ impl Ballooned {
         let mut named = PageSet::empty(&self.layout);
         let ram = named.insert_bitmap(start, bitmap);
         counters.bad_pfns += window::ones(bitmap) - ram;
-        Some(named)
+        let digest = xxhash_rust::xxh3::xxh3_64_with_seed(bitmap, start.0);
+        Some((named, digest))
     }
 
     /// Reads the numbers of a buffer, sorted, each once. False where the buffer is not to be believed at all.

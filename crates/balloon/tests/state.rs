@@ -304,7 +304,7 @@ fn sections_of_others_and_bytes_that_are_no_state_are_refused() {
         ..section.clone()
     }));
     assert!(!good(&Section {
-        version: 2,
+        version: 3,
         ..section.clone()
     }));
     for len in 0..section.data.len() {
