@@ -6,6 +6,7 @@ from emulated.basics import MIB, PAGE_BYTES, ScriptError
 
 # Between two looks at a guest that is at rest its kernel takes and gives back less than this.
 SLACK_KB = 8 << 10
+_BALLOON_ID = 5
 _IN_STATUS = re.compile(r"^(VmRSS|VmHWM):\s+(\d+) kB$", re.MULTILINE)
 
 
@@ -23,6 +24,19 @@ def check_filled(facts, resident, mib):
         raise ScriptError(f"the guest was to fill {mib} MiB, and says that it filled {facts.get('filled_mib')}")
     if resident < mib * MIB:
         raise ScriptError(f"the guest filled {mib} MiB, and its host's process held {resident / MIB:.0f} MiB only")
+
+
+def check_driver(facts, driver, *bits):
+    """The guest's balloon is driven by this driver, and these bits were agreed on."""
+    names = [name.removesuffix("_device") for name, value in facts.items() if name.endswith("_device")]
+    balloons = [name for name in names if int(facts[f"{name}_device"], 16) == _BALLOON_ID]
+    if len(balloons) != 1:
+        raise ScriptError(f"the guest sees {len(balloons)} balloons, not 1: {facts}")
+    found, features = facts.get(f"{balloons[0]}_driver"), facts.get(f"{balloons[0]}_features", "")
+    if found != driver:
+        raise ScriptError(f"the guest's balloon is driven by {found}, not by {driver}")
+    if any(features[bit : bit + 1] != "1" for bit in bits):
+        raise ScriptError(f"{driver} did not agree on all of the bits {bits}: {features}")
 
 
 def check_stats(told, free_kb):

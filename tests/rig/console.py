@@ -15,6 +15,9 @@ _FORMS = {
     "mem": re.compile(r"mem (\d+) (\d+) (\d+) (\d+)"),
     "pattern": re.compile(r"pattern (\d+) (\d+) (\d+)"),
     "busy": re.compile(r"busy (\d+) (\d+)"),
+    "bitmap": re.compile(r"bitmap" + r" (\d+)" * 8),
+    "unloaded": re.compile(r"unloaded (\d+) (\d+) (\d+)"),
+    "loaded": re.compile(r"loaded (\d+)"),
 }
 # A guest beats this often (guest.c), and later when its host is slow.
 _BEAT_MS = 100
@@ -40,6 +43,11 @@ class Watch:
     mem: list = field(default_factory=list)  # kB free, kB available, pages inflated, pages deflated
     pattern: list = field(default_factory=list)  # pass, pages, clock in ms at its begin
     busy: list = field(default_factory=list)  # round, clock in ms at its begin
+    # Our balloon driver: requests, answers, pages free, holds of a lock, ns in all, ns of the longest, how many were of
+    # 100 us or more, ns that the answer took
+    bitmap: list = field(default_factory=list)
+    unloaded: list = field(default_factory=list)  # requests, answers, how long it took in ms
+    loaded: list = field(default_factory=list)  # clock in ms
     facts: dict = field(default_factory=dict)
     ready: bool = False
     failed: str | None = None

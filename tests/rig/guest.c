@@ -6,6 +6,13 @@
  *   hb NUMBER MS             every 100 ms: a number that rises by one, and the monotonic clock
  *   mem FREE AVAIL INFL DEFL every second: kB free and available, pages that the balloon has taken and given back
  *   pattern PASS PAGES MS    the whole pattern was read and is right; it was begun at MS
+ *   bitmap REQ ANS FREE HOLDS HELD LONGEST LONG TOOK
+ *                            (our balloon driver) when it has been asked or has answered: requests and answers until
+ *                            now, and of the latest answer the pages free, how often a zone's lock was held, for how
+ *                            long in all, the longest hold, how many were of 100 us or more, and the time that the
+ *                            answer took; times in ns
+ *   unloaded REQ ANS MS      (rig.unload=1) our balloon driver was unloaded while a request was open, which took MS
+ *   loaded MS                (rig.unload=1) it is loaded again, at MS
  *   busy ROUND MS            (busy) data was made, compressed, taken apart, compared and deleted, for the ROUNDth time
  *   facts NAME VALUE         once each, before ready
  *   rig: ready               the guest is as the scenario wants it: idle ones have come to rest
@@ -16,7 +23,8 @@
  * and is rewritten with the next generation, so the guest is never fully still.
  *
  * The kernel's command line says what to do: rig.mode=idle|busy, rig.pattern=MIB, rig.fill=MIB (touched and given back
- * before ready).
+ * before ready), rig.balloon=bitmap (our balloon driver in place of the stock one, by guest-init), rig.walk_pause_us=US
+ * (its pause between holds of a lock, until it is loaded again), rig.unload=1.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -29,6 +37,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -42,6 +51,10 @@
 #define WINDOW_PAGES 16		/* rewritten a slice */
 #define SETTLE_MAX_S 20
 #define SETTLE_KB 256
+#define UNLOAD_POLL_MS 20
+#define UNLOADED_MS 2000
+#define BALLOON_DRIVER "virtio_balloon_bitmap"
+#define MOST_DEVICES 8
 
 static void say(const char *format, ...) __attribute__((format(printf, 1, 2)));
 static _Noreturn void fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -124,6 +137,19 @@ static unsigned long number_of(const char *path, const char *name)
 	return found ? strtoul(found + strlen(name), NULL, 10) : 0;
 }
 
+/* The counters of our balloon driver; NULL where another one, or none, is loaded. */
+static const char *balloon_counters(void)
+{
+	static char path[96];
+
+	for (int device = 0; device < MOST_DEVICES; device++) {
+		snprintf(path, sizeof(path), "/sys/kernel/debug/" BALLOON_DRIVER "/virtio%d", device);
+		if (access(path, R_OK) == 0)
+			return path;
+	}
+	return NULL;
+}
+
 static void go_to_cpu(int cpu)
 {
 	cpu_set_t set;
@@ -147,6 +173,58 @@ static void start(void (*duty)(void), int cpu)
 	duty();
 }
 
+/* ---- our balloon driver ---- */
+
+/* Says how the driver has answered, when that has changed. */
+static void say_answers(void)
+{
+	static unsigned long requests, answers;
+	const char *path = balloon_counters();
+	unsigned long asked, answered;
+
+	if (!path)
+		return;
+	asked = number_of(path, "\nrequests ");
+	answered = number_of(path, "\nanswers ");
+	if (asked == requests && answered == answers)
+		return;
+	requests = asked;
+	answers = answered;
+	say("bitmap %lu %lu %lu %lu %lu %lu %lu %lu", asked, answered, number_of(path, "\nlast_free_pages "),
+	    number_of(path, "\nlast_lock_holds "), number_of(path, "\nlast_lock_hold_total_ns "),
+	    number_of(path, "\nlast_lock_hold_max_ns "), number_of(path, "\nlast_lock_holds_over_100us "),
+	    number_of(path, "\nlast_answer_ns "));
+}
+
+static _Noreturn void unload_in_a_request(void)
+{
+	static const char file[] = "/modules/" BALLOON_DRIVER ".ko";
+	const char *path = balloon_counters();
+	unsigned long requests, answers;
+	uint64_t begun;
+	int fd;
+
+	if (!path)
+		fail("%s is to be unloaded, and is not there", BALLOON_DRIVER);
+	do {
+		sleep_ms(UNLOAD_POLL_MS);
+		requests = number_of(path, "\nrequests ");
+		answers = number_of(path, "\nanswers ");
+	} while (requests == answers);
+	begun = now_ms();
+	if (syscall(SYS_delete_module, BALLOON_DRIVER, O_NONBLOCK) != 0)
+		fail("unloading %s: %s", BALLOON_DRIVER, strerror(errno));
+	say("unloaded %lu %lu %" PRIu64, requests, answers, now_ms() - begun);
+	sleep_ms(UNLOADED_MS);
+	fd = open(file, O_RDONLY);
+	if (fd < 0 || syscall(SYS_finit_module, fd, "", 0) != 0)
+		fail("loading %s again: %s", file, strerror(errno));
+	close(fd);
+	say("loaded %" PRIu64, now_ms());
+	for (;;)
+		sleep_ms(BEAT_MS);
+}
+
 /* ---- heartbeat ---- */
 
 static _Noreturn void beat(void)
@@ -160,6 +238,7 @@ static _Noreturn void beat(void)
 			fail("the clock went back from %" PRIu64 " to %" PRIu64 " ms", before, ms);
 		before = ms;
 		say("hb %" PRIu64 " %" PRIu64, number, ms);
+		say_answers();
 		if (number % BEATS_A_MEM_LINE == 0) {
 			unsigned long free = number_of("/proc/meminfo", "MemFree:");
 			unsigned long available = number_of("/proc/meminfo", "MemAvailable:");
@@ -339,18 +418,24 @@ static char *first_line(char *text)
 static void say_facts(void)
 {
 	static const char clocksource[] = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
-	char path[64];
+	char path[64], driver[96];
 
 	say("facts cpus %ld", sysconf(_SC_NPROCESSORS_ONLN));
 	say("facts mem_total_kb %lu", number_of("/proc/meminfo", "MemTotal:"));
 	say("facts clocksource %.32s", first_line(read_file(clocksource)));
-	for (int device = 0; device < 8; device++) {
+	for (int device = 0; device < MOST_DEVICES; device++) {
+		ssize_t length;
+
 		snprintf(path, sizeof(path), "/sys/bus/virtio/devices/virtio%d/device", device);
 		if (access(path, R_OK) != 0)
 			continue;
 		say("facts virtio%d_device %.16s", device, first_line(read_file(path)));
 		snprintf(path, sizeof(path), "/sys/bus/virtio/devices/virtio%d/features", device);
 		say("facts virtio%d_features %.64s", device, first_line(read_file(path)));
+		snprintf(path, sizeof(path), "/sys/bus/virtio/devices/virtio%d/driver", device);
+		length = readlink(path, driver, sizeof(driver) - 1);
+		driver[length > 0 ? length : 0] = '\0';
+		say("facts virtio%d_driver %s", device, strrchr(driver, '/') ? strrchr(driver, '/') + 1 : "none");
 	}
 }
 
@@ -365,6 +450,8 @@ int main(void)
 		fill_and_free(fill);
 	make_pattern(mib_of("rig.pattern", "96"));
 	start(beat, last_cpu);
+	if (mib_of("rig.unload", "0") != 0)
+		start(unload_in_a_request, last_cpu);
 	if (is_busy)
 		start(busy, last_cpu);
 	else

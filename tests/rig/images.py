@@ -2,11 +2,12 @@
 
 The host's initrd holds: busybox, KVM and network modules, our three programs with the shared libraries that they ask
 for, and in /guest the guest's kernel and initrd. The guest's holds: busybox, the stock virtio drivers, the program that
-is watched.
+is watched, and where a scenario wants it our own balloon driver, built against that kernel's headers.
 """
 
 import os
 import re
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,14 @@ PROGRAMS = ("migrate-host", "migrate-send", "migrate-recv")
 
 _HOST_MODULES = ("kvm-amd", "virtio_pci", "virtio_net", "virtio_console")
 _GUEST_MODULES = ("virtio_mmio", "virtio_balloon", "virtio-rng")
+_BUILD_MODULE = ROOT / "scripts" / "build-guest-module"
+_MODULE_LIMIT_S = 600
+_SKIPPED = 77
 _LIBRARY = re.compile(r"^\s*(?:\S+ => )?(/\S+) \(0x[0-9a-f]+\)$", re.MULTILINE)
+
+
+class NoHeaders(Exception):
+    """The headers that our balloon driver is built against are not to be had; says why."""
 
 
 @dataclass(frozen=True)
@@ -89,23 +97,45 @@ def _stock():
     return kernel, busybox, tree
 
 
-def build_guest(work):
-    """Builds what a guest boots in `work`; returns its kernel and its initrd."""
+def build_balloon_driver(work, script=_BUILD_MODULE):
+    """Builds our balloon driver for the guest's kernel, in `work`; returns its path. Raises NoHeaders."""
+    kernel, _ = packages.kernel_and_busybox(refresh=False)
+    version = kernel.name.removeprefix("vmlinuz-")
+    progress(f"building the balloon driver for {version}")
+    command = [str(script), "--kernel", version, "--out", str(work / "balloon-driver")]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=_MODULE_LIMIT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ScriptError(f"building the balloon driver took more than {_MODULE_LIMIT_S} s") from error
+    said = "\n".join((done.stdout + done.stderr).splitlines()[-8:])
+    if done.returncode == _SKIPPED:
+        raise NoHeaders(" ".join(said.split()).rpartition("SKIPPED: ")[2])
+    if done.returncode != 0:
+        raise ScriptError(f"building the balloon driver: {' '.join(command)} ended with {done.returncode}:\n{said}")
+    return Path(done.stdout.splitlines()[-1])
+
+
+def build_guest(work, balloon_driver=None):
+    """Builds what a guest boots in `work`, with the balloon driver beside; returns its kernel and its initrd."""
     kernel, busybox, tree = _stock()
     program = work / "rig-guest"
     compile_static("the guest's program", HERE / "guest.c", program)
     guest = _start(busybox, "guest-init")
     guest.program("bin/rig-guest", program.read_bytes())
     _add_modules(guest, tree, _GUEST_MODULES)
+    if balloon_driver:
+        guest.file(f"modules/{balloon_driver.name}", balloon_driver.read_bytes())
     return kernel, guest.write(work / "guest.cpio")
 
 
-def build(work, *, programs=None):
+def build(work, *, programs=None, balloon_driver=None):
     """Builds all of it in `work`; `programs`: the folder that our programs are in, else they are built."""
     folder = programs or build_programs()
     kernel, busybox, tree = _stock()
     progress(f"building images of {kernel.name} and of the programs in {folder}")
-    _, guest_initrd = build_guest(work)
+    _, guest_initrd = build_guest(work, balloon_driver)
 
     host = _start(busybox, "host-init")
     _add_modules(host, tree, _HOST_MODULES)

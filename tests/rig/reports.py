@@ -75,3 +75,23 @@ def say(source):
         f"{rounds} round{'s' if rounds != 1 else ''}",
     ]
     return ", ".join(parts)
+
+
+def beside(sources):
+    """A table of what asking has cost, a column for each of these reports of sources, by name."""
+    def written(source):
+        return source["rounds"][0]["dirty_pages_after"] if source["rounds"] else 0
+
+    rows = {
+        "asked, answered in time": lambda source: source["balloon"]["asked"] and not source["balloon"]["timed_out"],
+        "pages hinted": lambda source: source["pages"]["hinted"],
+        "pages written in round 0": written,
+        "pages resent": lambda source: source["pages"]["resent"],
+        "pages sent": lambda source: source["pages"]["sent"],
+        "total ms": lambda source: round(source["total_ms"]),
+        "downtime ms": lambda source: round(source["downtime_ms"]),
+    }
+    lines = [f"{'':24}" + "".join(f"{name:>14}" for name in sources)]
+    for what, value in rows.items():
+        lines.append(f"{what:24}" + "".join(f"{str(value(source)):>14}" for source in sources.values()))
+    return "\n".join(lines) + "\n"

@@ -6,6 +6,7 @@ import sys
 import tempfile
 import threading
 import unittest
+import unittest.mock
 from pathlib import Path
 
 sys.dont_write_bytecode = True
@@ -15,7 +16,7 @@ sys.path[:0] = [str(ROOT / "scripts" / "lib"), str(ROOT / "tests")]
 # pylint: disable=wrong-import-position
 from emulated import cpio
 from emulated.basics import GIB, MIB, PAGE_BYTES, ScriptError
-from rig import checks, console, guest, modules, reports, scenarios
+from rig import checks, console, guest, images, modules, reports, scenarios
 from rig.agent import Agent
 
 SAID = b"""\
@@ -49,6 +50,11 @@ class Console(unittest.TestCase):
         self.assertEqual((watch.facts, watch.ready, watch.failed), ({"cpus": "2"}, True, None))
         self.assertEqual(console.check_heartbeat(watch), 100)
         console.check_pattern(watch)
+
+    def test_our_balloon_driver(self):
+        watch = console.read([b"bitmap 1 1 9000 88 99000 4100 2 7000000\nunloaded 2 1 35\nloaded 5000\n"])
+        self.assertEqual(watch.bitmap[0].numbers, (1, 1, 9000, 88, 99000, 4100, 2, 7000000))
+        self.assertEqual((watch.unloaded[0].numbers, watch.loaded[0].numbers), ((2, 1, 35), (5000,)))
 
     def test_every_cut_between_two_hosts(self):
         for cut in range(len(SAID) + 1):
@@ -162,6 +168,23 @@ class Checks(unittest.TestCase):
         for free in (100_000, 116_384, 83_616 + 2049, 83_616 - 2049):
             with self.assertRaises(ScriptError, msg=free):
                 checks.check_fell(before, {"free_pages": free}, 16384)
+
+    def test_the_driver_of_the_balloon(self):
+        facts = {
+            "virtio0_device": "0x0004", "virtio0_features": "0" * 64, "virtio0_driver": "virtio_rng",
+            "virtio1_device": "0x0005", "virtio1_features": "11111" + "0" * 59, "virtio1_driver": "ours",
+        }
+        checks.check_driver(facts, "ours", 3, 4)
+        for bad, words, message in (
+            (facts, ("virtio_balloon",), "driven by ours"),
+            (facts, ("ours", 3, 5), "did not agree"),
+            ({**facts, "virtio1_features": ""}, ("ours", 3), "did not agree"),
+            ({**facts, "virtio1_driver": "none"}, ("ours",), "driven by none"),
+            ({**facts, "virtio1_device": "0x0001"}, ("ours",), "0 balloons"),
+            ({**facts, "virtio0_device": "0x0005"}, ("ours",), "2 balloons"),
+        ):
+            with self.assertRaisesRegex(ScriptError, message):
+                checks.check_driver(bad, *words)
 
     def test_a_console_that_was_left(self):
         checks.check_still("/run/guest-0.console", 500, 500)
@@ -313,6 +336,20 @@ class Reports(unittest.TestCase):
     def test_time_paused(self):
         self.assertEqual(reports.paused_ms(report()), 2300.4)
 
+    def test_beside_each_other(self):
+        def asked(written, resent, timed_out):
+            return report(
+                rounds=[{"dirty_pages_after": written}, {"dirty_pages_after": 7}], pages={"resent": resent},
+                balloon={"asked": True, "timed_out": timed_out},
+            )
+
+        lines = reports.beside({"ours": asked(12, 3, False), "stock": asked(1800000, 40, True)}).splitlines()
+        self.assertEqual(lines[0].split(), ["ours", "stock"])
+        rows = {" ".join(line.split()[:-2]): line.split()[-2:] for line in lines[1:]}
+        self.assertEqual(rows["asked, answered in time"], ["True", "False"])
+        self.assertEqual(rows["pages written in round 0"], ["12", "1800000"])
+        self.assertEqual((rows["pages resent"], rows["total ms"]), (["3", "40"], ["1500", "1500"]))
+
     def test_what_is_no_report(self):
         for data in (b"", b"{", b"[]", b"{}", json.dumps(report(version=2)).encode()):
             with self.assertRaises(ScriptError, msg=data):
@@ -342,6 +379,29 @@ class Modules(unittest.TestCase):
         for tree in (self.tree(a="b"), self.tree(a="b", b="a")):
             with self.assertRaises(ScriptError):
                 modules.in_order(tree, ["a"])
+
+
+class BalloonDriver(unittest.TestCase):
+    """Building it for the guest's kernel."""
+
+    def build(self, script):
+        """Builds by a script in place of the one that there is."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "script"
+            path.write_text(f"#!/bin/sh\n{script}\n")
+            path.chmod(0o755)
+            kernel = Path("boot/vmlinuz-6.1.0-1-cloud-amd64")
+            with unittest.mock.patch.object(images.packages, "kernel_and_busybox", return_value=(kernel, None)):
+                return images.build_balloon_driver(Path(folder), path)
+
+    def test_for_the_kernel_that_is_booted(self):
+        self.assertEqual(self.build('echo "$2"'), Path("6.1.0-1-cloud-amd64"))
+
+    def test_no_headers_and_no_module_are_two_things(self):
+        with self.assertRaisesRegex(images.NoHeaders, "^no headers$"):
+            self.build("echo SKIPPED: no headers; exit 77")
+        with self.assertRaisesRegex(ScriptError, "ended with 1:\nno compiler"):
+            self.build("echo no compiler >&2; exit 1")
 
 
 class Archive(unittest.TestCase):
@@ -419,7 +479,7 @@ class Scenarios(unittest.TestCase):
     def test_all_that_were_asked_for(self):
         asked = {
             "idle-8g", "idle-8g-default", "freed-2g", "busy", "two-vcpus", "a-b-a", "receiver-killed", "balloon-1g",
-            "reporting", "stats", "done-seen",
+            "reporting", "stats", "done-seen", "bitmap-8g", "bitmap-inflate", "bitmap-unload",
         }
         self.assertEqual(set(scenarios.ALL), asked)
         self.assertIn(scenarios.MAIN, scenarios.ALL)

@@ -124,10 +124,10 @@ fn config(tracking: Tracking) -> VmConfig {
     VmConfig {
         layout: Arc::new(Layout::pc(64 << 8).unwrap()),
         vcpus: 1,
-        balloon: Some(balloon::Config {
-            dialect: Dialect::Standard,
-            features: feature::STATS_VQ | feature::FREE_PAGE_HINT,
-        }),
+        balloon: Some(balloon::Config::new(
+            Dialect::Standard,
+            feature::STATS_VQ | feature::FREE_PAGE_HINT,
+        )),
         tracking,
     }
 }

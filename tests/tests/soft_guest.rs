@@ -9,7 +9,7 @@ use engine::{Ask, SkipSet};
 use machine::GuestRam;
 use pageferry::SendOptions;
 use pages::{Layout, PageRange, Pfn};
-use softguest::{GuestConfig, Workload, default_balloon};
+use softguest::{GuestConfig, Quirks, Workload};
 use std::sync::Arc;
 
 fn moved(config: GuestConfig, options: SendOptions) -> Moved {
@@ -25,8 +25,7 @@ fn aged(dialect: Dialect) -> GuestConfig {
     GuestConfig {
         used_bytes: 24 * MIB,
         aged_bytes: 256 * MIB,
-        balloon: Some(default_balloon(dialect)),
-        ..GuestConfig::new(flat(512 * MIB))
+        ..GuestConfig::new(flat(512 * MIB)).with_balloon(dialect)
     }
 }
 
@@ -107,8 +106,7 @@ fn a_guest_that_zeroes_what_it_hands_over_is_left_alone_after_a_few_blocks() {
 fn a_bitmap_guest_of_40_gib_answers_in_two_windows() {
     let config = GuestConfig {
         used_bytes: 24 * MIB,
-        balloon: Some(default_balloon(Dialect::Bitmap)),
-        ..GuestConfig::new(flat(40 << 30))
+        ..GuestConfig::new(flat(40 << 30)).with_balloon(Dialect::Bitmap)
     };
     let mut options = verified();
     options.source.ask = Ask::Always;
@@ -135,8 +133,7 @@ fn case_17_odd_sizes_and_several_regions() {
                 used_bytes: 8 * MIB,
                 scatter: 1.0,
                 aged_bytes: 40 * MIB,
-                balloon: Some(default_balloon(dialect)),
-                ..GuestConfig::new(Arc::new(layout.clone()))
+                ..GuestConfig::new(Arc::new(layout.clone())).with_balloon(dialect)
             };
             let mut options = verified();
             options.source.ask = Ask::Always;
@@ -189,12 +186,9 @@ fn case_34_skipped_pages_read_as_poison() {
 
 #[test]
 fn case_36_hinting_and_reporting_at_once() {
-    let mut balloon = default_balloon(Dialect::Standard);
+    let mut config = aged(Dialect::Standard);
+    let balloon = config.balloon.as_mut().unwrap();
     balloon.features |= feature::REPORTING;
-    let config = GuestConfig {
-        balloon: Some(balloon),
-        ..aged(Dialect::Standard)
-    };
     let mut options = verified();
     options.source.ask = Ask::Always;
     let moved = moved(config, options);
@@ -214,4 +208,71 @@ fn a_guest_travels_on_from_where_it_arrived() {
     let middle = first.arrived.unwrap();
     let second = block_on(migrate(guest_of(&middle), verified()));
     second.assert_whole();
+}
+
+/// The guest has put what it does not use into its balloon: it is skipped as that, with no question asked, in every dialect.
+/// Pages at multiples of 64 are not believed to be in a balloon that is told of by bitmaps.
+#[test]
+fn a_ballooned_guest_leaves_its_balloon_behind_in_every_dialect() {
+    for dialect in [Dialect::Standard, Dialect::Bitmap, Dialect::BitmapRfc] {
+        let soft = start(aged(dialect));
+        let device = soft.balloon().unwrap();
+        device.lock().set_target(100_000).unwrap();
+        while device.lock().actual() != 100_000 {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        let mut options = verified();
+        options.source.ask = Ask::Never;
+        let moved = block_on(migrate(guest_of(&soft), options));
+        moved.assert_whole();
+        let report = &moved.source.outcome.report;
+        assert_eq!(report.verified, Some(true));
+        let told = if dialect == Dialect::Standard {
+            100_000
+        } else {
+            100_000 / 64 * 63 - 64
+        };
+        assert!(report.pages.ballooned >= told, "{dialect}: {:?}", report.pages);
+        assert!(!report.balloon.asked, "{dialect}: {}", report.balloon.why);
+        let there = moved.arrived.unwrap();
+        let device = there.balloon().unwrap();
+        device.lock().set_target(0).unwrap();
+        while device.lock().actual() != 0 {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        there.self_check().unwrap();
+    }
+}
+
+/// Both ways of finding free pages at once: what is in the balloon, and what the guest answers.
+#[test]
+fn a_ballooned_bitmap_guest_is_asked_too_with_each_quirk() {
+    let quirks = |change: fn(&mut Quirks)| {
+        let mut quirks = Quirks::default();
+        change(&mut quirks);
+        quirks
+    };
+    for quirks in [
+        Quirks::default(),
+        Quirks::none(),
+        quirks(|q| q.interrupts_merge = true),
+        quirks(|q| q.memory_grows = true),
+        quirks(|q| q.has_no_bitmap = true),
+        quirks(|q| q.vanishes_after_windows = Some(0)),
+        quirks(|q| q.vanishes_after_windows = Some(1)),
+    ] {
+        let soft = start(GuestConfig {
+            workload: Workload::Compile,
+            quirks: quirks.clone(),
+            ..aged(Dialect::Bitmap)
+        });
+        let device = soft.balloon().unwrap();
+        device.lock().set_target(50_000).unwrap();
+        while device.lock().actual() != 50_000 {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        let moved = block_on(migrate(guest_of(&soft), verified()));
+        moved.assert_whole();
+        assert_eq!(moved.source.outcome.report.verified, Some(true), "{quirks:?}");
+    }
 }

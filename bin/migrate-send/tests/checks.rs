@@ -157,7 +157,7 @@ fn nonsense_is_a_usage_error_without_a_report() {
         (&["--control", "/run/guest", "--memory", "1G"], "--memory"),
         (&["--send-when", "login:"], "--send-when"),
         (&["--ask", "always", "--balloon", "off"], "--ask always"),
-        (&["--balloon", "bitmap-rfc"], "--balloon bitmap-rfc"),
+        (&["--balloon", "off", "--ballooned", "1G"], "--ballooned"),
         (&["--memory", "8Q"], "'8Q'"),
         (&["--streams", "65"], "'65'"),
         (&["--skip", "none,free"], "--skip"),

@@ -16,6 +16,8 @@ use vm_memory::GuestAddressSpace;
 pub(crate) enum Asking {
     Hints(Hinting),
     Misc(Misc),
+    /// It has no way to ask.
+    Never,
 }
 
 impl Asking {
@@ -23,6 +25,7 @@ impl Asking {
         match self {
             Asking::Hints(hints) => hints.session(),
             Asking::Misc(misc) => misc.session(),
+            Asking::Never => None,
         }
     }
 
@@ -30,6 +33,7 @@ impl Asking {
         match self {
             Asking::Hints(hints) => hints.abandon(),
             Asking::Misc(misc) => misc.abandon(),
+            Asking::Never => {}
         }
     }
 }
@@ -40,6 +44,12 @@ impl<M: GuestAddressSpace> Balloon<M> {
         let (bit, name, role) = match &self.asking {
             Asking::Hints(_) => (feature::FREE_PAGE_HINT, "FREE_PAGE_HINT", Role::Hint),
             Asking::Misc(_) => (feature::MISC_VQ, "MISC_VQ", Role::Misc),
+            Asking::Never => {
+                return Err(format!(
+                    "the {} balloon has no way to ask for free pages",
+                    self.config.dialect
+                ));
+            }
         };
         if self.config.features & bit == 0 {
             Err(format!("the balloon does not offer {name}"))
@@ -78,6 +88,8 @@ impl<M: GuestAddressSpace> Balloon<M> {
                 self.question = AnswerCounts::default();
                 self.send_request();
             }
+            // `can_ask` has refused.
+            Asking::Never => {}
         }
         Ok(())
     }
@@ -97,7 +109,7 @@ impl<M: GuestAddressSpace> Balloon<M> {
                 hints.hold();
                 self.config_changed();
             }
-            Asking::Hints(_) => {}
+            Asking::Hints(_) | Asking::Never => {}
             Asking::Misc(_) => self.end(session),
         }
     }
@@ -120,6 +132,7 @@ impl<M: GuestAddressSpace> Balloon<M> {
                     self.interrupts.queue(number(index));
                 }
             }
+            Asking::Never => {}
         }
     }
 
@@ -157,7 +170,8 @@ impl<M: GuestAddressSpace> Balloon<M> {
             question: &mut self.question,
         };
         let interrupts = &*self.interrupts;
-        queue.drain(
+        let answers = tally.life.answers + tally.life.late + tally.life.malformed;
+        let done = queue.drain(
             &self.memory.memory(),
             |mem, queue, chain| {
                 let fate = misc.serve(mem, chain, &mut tally);
@@ -167,7 +181,11 @@ impl<M: GuestAddressSpace> Balloon<M> {
                 Ok(fate)
             },
             || interrupts.queue(index),
-        )
+        );
+        if self.counters.answers + self.counters.late + self.counters.malformed != answers {
+            self.ballooned.bitmap_was_an_answer();
+        }
+        done
     }
 
     /// Puts an open request into the guest's hands, where it has a buffer posted.
@@ -184,7 +202,7 @@ impl<M: GuestAddressSpace> Balloon<M> {
                     question: &mut device.question,
                 },
             ),
-            Asking::Hints(_) => Ok(false),
+            Asking::Hints(_) | Asking::Never => Ok(false),
         });
     }
 }

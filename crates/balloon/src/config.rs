@@ -1,7 +1,11 @@
 //! What a balloon is configured with, and its configuration space (virtio 1.3, sections 5.5.3 and 5.5.4).
 
+use crate::dialect::bitmap;
 use crate::{Dialect, Error, Result};
 use machine::BalloonConfig;
+use pages::Layout;
+use std::fmt;
+use std::str::FromStr;
 
 /// Feature bits. Bits 3 and 4 mean one thing in the `standard` dialect and another in the `bitmap` ones.
 pub mod feature {
@@ -32,9 +36,66 @@ pub struct Config {
     pub dialect: Dialect,
     /// The device's own feature bits that it offers (see [`feature`]); `VERSION_1` is added.
     pub features: u64,
+    /// When the memory of ballooned pages goes back to the host.
+    pub discard: DiscardPolicy,
+}
+
+/// When the memory of pages that the guest puts into its balloon goes back to the host.
+///
+/// Whichever it is, the pages count as ballooned, and a migration may skip them. Free page reporting of the `standard`
+/// dialect is another matter: it is for giving memory back, and always does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DiscardPolicy {
+    /// Never: the pages only become skippable for a migration. The safe one where buffers carry bitmaps: drivers of those
+    /// dialects send bits again that are no longer true, and a page that is in use would lose what it holds.
+    #[default]
+    MarkOnly,
+    /// At inflation.
+    AtOnce,
+}
+
+impl DiscardPolicy {
+    /// The policy's name in configurations: `mark` or `at-once`.
+    pub fn name(self) -> &'static str {
+        match self {
+            DiscardPolicy::MarkOnly => "mark",
+            DiscardPolicy::AtOnce => "at-once",
+        }
+    }
+}
+
+impl fmt::Display for DiscardPolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for DiscardPolicy {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        [DiscardPolicy::MarkOnly, DiscardPolicy::AtOnce]
+            .into_iter()
+            .find(|policy| policy.name() == name)
+            .ok_or_else(|| Error::UnknownDiscard(name.to_owned()))
+    }
 }
 
 impl Config {
+    /// A balloon of `dialect` that offers `features`, with the dialect's usual policy for discarding: at once where
+    /// buffers name single pages (`standard`), mark only where they carry bitmaps.
+    pub fn new(dialect: Dialect, features: u64) -> Self {
+        let discard = match dialect {
+            Dialect::Standard => DiscardPolicy::AtOnce,
+            Dialect::Bitmap | Dialect::BitmapRfc => DiscardPolicy::MarkOnly,
+        };
+        Config {
+            dialect,
+            features,
+            discard,
+        }
+    }
+
     /// What a migration compares of a machine's balloon; `None`: it has none.
     pub fn describe(config: Option<&Config>) -> BalloonConfig {
         BalloonConfig {
@@ -43,24 +104,21 @@ impl Config {
         }
     }
 
-    /// The balloon that a machine's description asks for. It comes from a peer; [`crate::Balloon::new`] checks what can be
-    /// served.
+    /// The balloon that a machine's description asks for, with the dialect's usual policy for discarding, which is each
+    /// host's own affair. It comes from a peer; [`crate::Balloon::new`] checks what can be served.
     ///
     /// # Errors
     /// A dialect that nobody knows.
     pub fn from_description(description: &BalloonConfig) -> Result<Option<Config>> {
         match description.dialect.as_str() {
             "off" => Ok(None),
-            name => Ok(Some(Config {
-                dialect: name.parse()?,
-                features: description.features,
-            })),
+            name => Ok(Some(Config::new(name.parse()?, description.features))),
         }
     }
 
-    /// Refuses a dialect that is not served and bits that it does not have.
-    pub(crate) fn check(&self) -> Result<()> {
-        let possible = self.dialect.offerable().ok_or(Error::UnservedDialect(self.dialect))?;
+    /// Refuses bits that the dialect does not have, or that a guest of this layout cannot have.
+    pub(crate) fn check(&self, layout: &Layout) -> Result<()> {
+        let possible = self.dialect.offerable();
         let bits = self.features & !(possible | feature::VERSION_1);
         if bits != 0 {
             return Err(Error::Unofferable {
@@ -68,6 +126,9 @@ impl Config {
                 bits,
                 possible,
             });
+        }
+        if self.dialect == Dialect::Bitmap {
+            bitmap::check_space(self.features, layout)?;
         }
         Ok(())
     }
@@ -163,7 +224,7 @@ mod tests {
     use super::*;
 
     fn config(dialect: Dialect, features: u64) -> Config {
-        Config { dialect, features }
+        Config::new(dialect, features)
     }
 
     #[test]
@@ -180,16 +241,30 @@ mod tests {
 
     #[test]
     fn configurations_that_cannot_be_served_are_refused() {
-        assert!(config(Dialect::Standard, 0x3f).check().is_ok());
-        assert!(matches!(
-            config(Dialect::Standard, 1 << 6).check(),
-            Err(Error::Unofferable { bits: 0x40, .. })
-        ));
-        assert!(config(Dialect::Bitmap, 0x17).check().is_ok());
-        let refused = config(Dialect::Bitmap, feature::PAGE_BITMAP).check();
-        assert!(matches!(refused, Err(Error::Unofferable { bits: 8, .. })));
-        let refused = config(Dialect::BitmapRfc, 0).check();
-        assert!(matches!(refused, Err(Error::UnservedDialect(Dialect::BitmapRfc))));
+        let layout = Layout::flat(16384).unwrap();
+        let check = |dialect, features| config(dialect, features).check(&layout);
+        assert!(check(Dialect::Standard, 0x3f).is_ok());
+        let refused = check(Dialect::Standard, 1 << 6);
+        assert!(matches!(refused, Err(Error::Unofferable { bits: 0x40, .. })));
+        assert!(check(Dialect::Bitmap, 0x1f).is_ok());
+        let refused = check(Dialect::Bitmap, feature::REPORTING);
+        assert!(matches!(refused, Err(Error::Unofferable { bits: 0x20, .. })));
+        assert!(check(Dialect::BitmapRfc, 0xf).is_ok());
+        let refused = check(Dialect::BitmapRfc, feature::MISC_VQ);
+        assert!(matches!(refused, Err(Error::Unofferable { bits: 0x10, .. })));
+    }
+
+    #[test]
+    fn names_of_policies_go_both_ways() {
+        for policy in [DiscardPolicy::MarkOnly, DiscardPolicy::AtOnce] {
+            assert_eq!(policy.to_string().parse::<DiscardPolicy>().unwrap(), policy);
+        }
+        let refused = "never".parse::<DiscardPolicy>().unwrap_err().to_string();
+        assert!(
+            refused.contains("\"never\"") && refused.contains("at-once"),
+            "{refused}"
+        );
+        assert_eq!(DiscardPolicy::default(), DiscardPolicy::MarkOnly);
     }
 
     #[test]

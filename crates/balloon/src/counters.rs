@@ -11,9 +11,17 @@ pub struct Counters {
     pub late: u64,
     /// Buffers of any queue that failed a check. Ignored, or honoured up to a bound.
     pub malformed: u64,
+    /// Inflate and deflate buffers (of those in `malformed`) that should carry a bitmap and whose header failed the
+    /// strict check: arrays of a driver that fell back to them, headers of another byte order, buffers cut short.
+    pub bad_headers: u64,
+    /// Inflate and deflate buffers (of those in `malformed`) that changed while they were read.
+    pub torn: u64,
+    /// Inflate buffers with the bits of the buffer before them, as compaction sends them: the set of ballooned pages was
+    /// emptied, as a page left it without a word.
+    pub stale_bitmaps: u64,
     /// Kicks on queues that were not negotiated, not set up, or stopped. Ignored.
     pub ignored_kicks: u64,
-    /// Page frame numbers of inflate and deflate buffers that are not RAM. Ignored.
+    /// Page frame numbers, or bits, of inflate and deflate buffers that are not RAM. Ignored.
     pub bad_pfns: u64,
     /// Calls to [`crate::Discard::discard`].
     pub discards: u64,

@@ -76,7 +76,7 @@ impl<M: GuestAddressSpace> Balloon<M> {
     /// A device that no driver has touched.
     ///
     /// # Errors
-    /// A dialect that is not served, or feature bits that it cannot offer.
+    /// Feature bits that the dialect does not have, or that a guest of this layout cannot have.
     pub fn new(
         config: Config,
         layout: Arc<Layout>,
@@ -84,15 +84,15 @@ impl<M: GuestAddressSpace> Balloon<M> {
         interrupts: Arc<dyn Interrupts>,
         discard: Arc<dyn Discard>,
     ) -> Result<Self> {
-        config.check()?;
+        config.check(&layout)?;
         let asking = match config.dialect {
             crate::Dialect::Standard => Asking::Hints(Hinting::new()),
             crate::Dialect::Bitmap => Asking::Misc(Misc::new()),
-            crate::Dialect::BitmapRfc => return Err(Error::UnservedDialect(config.dialect)),
+            crate::Dialect::BitmapRfc => Asking::Never,
         };
         Ok(Balloon {
             config,
-            ballooned: Ballooned::new(&layout, Arc::clone(&discard)),
+            ballooned: Ballooned::new(&layout, Arc::clone(&discard), config.discard),
             layout,
             memory,
             interrupts,
@@ -135,6 +135,7 @@ impl<M: GuestAddressSpace> Balloon<M> {
         }
         check_features(features, self.config.offered())?;
         self.acked = features;
+        self.ballooned.speak(self.config.dialect.form(features, &self.layout));
         Ok(())
     }
 
@@ -157,7 +158,7 @@ impl<M: GuestAddressSpace> Balloon<M> {
     pub fn read_config(&self, offset: u64, into: &mut [u8]) {
         let hint_cmd_id = match &self.asking {
             Asking::Hints(hints) => hints.published(),
-            Asking::Misc(_) => 0,
+            Asking::Misc(_) | Asking::Never => 0,
         };
         self.space.read(hint_cmd_id, self.config_len(), offset, into);
     }
@@ -231,7 +232,7 @@ impl<M: GuestAddressSpace> Balloon<M> {
         self.space.actual = 0;
         self.space.poison_val = 0;
         self.stats = StatsQueue::default();
-        self.ballooned.replace(PageSet::empty(&self.layout));
+        self.ballooned.clear();
     }
 
     /// Has the device leave guest memory alone until [`Balloon::resume`]: a statistics request would write a ring that
@@ -295,9 +296,16 @@ impl<M: GuestAddressSpace> Balloon<M> {
         u64::from(self.space.actual).min(self.layout.total_pages())
     }
 
-    /// The pages that are in the balloon.
+    /// The pages that are in the balloon, as far as the guest said. See [`Balloon::may_deflate_silently`].
     pub fn ballooned(&self) -> &PageSet {
         self.ballooned.pages()
+    }
+
+    /// Whether the guest may take back a page at a multiple of 64 and use it without the device hearing of it, though it
+    /// took MUST_TELL_HOST. Drivers of the bitmap dialects round the end of a deflate bitmap such that a last page at
+    /// such a number is dropped from it, and a page that is alone sends nothing at all.
+    pub fn may_deflate_silently(&self) -> bool {
+        self.config.dialect.form(self.acked, &self.layout).is_some()
     }
 
     /// The value that the guest fills free pages with, where it said so and it is not 0.
@@ -335,7 +343,7 @@ impl<M: GuestAddressSpace> Balloon<M> {
     fn poison_bit(&self) -> u64 {
         match &self.asking {
             Asking::Hints(_) => feature::PAGE_POISON,
-            Asking::Misc(_) => 0,
+            Asking::Misc(_) | Asking::Never => 0,
         }
     }
 

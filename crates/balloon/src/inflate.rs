@@ -1,36 +1,59 @@
-//! Inflating and deflating by arrays of page frame numbers (virtio 1.3, section 5.5.6), and the pages in the balloon.
+//! Inflating and deflating (virtio 1.3, section 5.5.6), and the pages in the balloon.
 //!
 //! A buffer is an array of 32-bit little-endian page frame numbers, split over descriptors anywhere, in the middle of an
-//! entry too. What an inflate buffer names goes into the set of ballooned pages; memory is given back by whole granules
-//! of the host (4 KiB, or 2 MiB where huge pages back the guest), once all pages of a granule are in the balloon, and in
-//! as few calls as the runs allow.
+//! entry too; or, with PAGE_BITMAP, a header and a bitmap (see [`crate::window`]). What an inflate buffer names goes into
+//! the set of ballooned pages, whose words a bitmap joins 64 at a time. Naming a page again changes nothing.
+//!
+//! With [`DiscardPolicy::AtOnce`], memory is given back by whole granules of the host (4 KiB, or 2 MiB where huge pages
+//! back the guest), once all pages of a granule are in the balloon, and in one call a run, the runs being merged.
 
+use crate::config::DiscardPolicy;
 use crate::counters::Counters;
 use crate::device::Discard;
 use crate::queue::{Chain, Fate};
+use crate::window::{self, Form, Unbelieved};
 use pages::{Layout, PageRange, PageSet, Pfn};
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use vm_memory::GuestMemory;
 
 /// The most entries of one buffer that are honoured. Linux sends 256, Windows 1024.
 const MOST_PFNS: usize = 1 << 16;
 
+/// What a driver's bitmap held when it came last.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct LastBits {
+    /// Of its place and its bits, as an inflate or deflate buffer.
+    digest: Option<u64>,
+    /// It has carried an answer to a question since.
+    was_an_answer: bool,
+}
+
 /// The pages that the guest gave up.
 pub(crate) struct Ballooned {
     layout: Arc<Layout>,
     set: PageSet,
     discard: Arc<dyn Discard>,
+    policy: DiscardPolicy,
+    /// How buffers carry bitmaps; `None` where they carry arrays.
+    form: Option<Form>,
+    /// What the driver's bitmap held when it came last; see [`Ballooned::is_stale`].
+    last: LastBits,
     /// Scratch: the bytes and the numbers of one buffer.
     bytes: Vec<u8>,
     pfns: Vec<u32>,
 }
 
 impl Ballooned {
-    pub(crate) fn new(layout: &Arc<Layout>, discard: Arc<dyn Discard>) -> Self {
+    pub(crate) fn new(layout: &Arc<Layout>, discard: Arc<dyn Discard>, policy: DiscardPolicy) -> Self {
         Ballooned {
             layout: Arc::clone(layout),
             set: PageSet::empty(layout),
             discard,
+            policy,
+            form: None,
+            last: LastBits::default(),
             bytes: Vec::new(),
             pfns: Vec::new(),
         }
@@ -41,14 +64,62 @@ impl Ballooned {
         &self.set
     }
 
+    /// Back to before a driver came.
+    pub(crate) fn clear(&mut self) {
+        self.set = PageSet::empty(&self.layout);
+        self.last = LastBits::default();
+    }
+
     /// Takes over the set that another device had.
-    pub(crate) fn replace(&mut self, set: PageSet) {
+    pub(crate) fn replace(&mut self, set: PageSet, last: LastBits) {
         self.set = set;
+        self.last = last;
+    }
+
+    /// What the driver's bitmap held when it came last, for saved state.
+    pub(crate) fn last_bits(&self) -> LastBits {
+        self.last
+    }
+
+    /// An answer to a question came out of the driver's one bitmap: what it holds now may go out as an inflation.
+    pub(crate) fn bitmap_was_an_answer(&mut self) {
+        self.last.was_an_answer = true;
+    }
+
+    /// Whether an inflate buffer is one that the driver sends a second time, which is how it tells of compaction (quirk 11):
+    /// it moved a page out of the balloon, and does not say which. The driver does not rewrite its bitmap for that, so the
+    /// bits are those of the buffer before, on whichever queue that was; after an answer to a question they may be its.
+    /// Nothing in the balloon can be believed after that; each later inflate names all of it again (quirk 10).
+    fn is_stale(&self, bits: u64) -> bool {
+        self.last.was_an_answer || self.last.digest == Some(bits)
+    }
+
+    fn came(&mut self, bits: u64) {
+        self.last = LastBits {
+            digest: Some(bits),
+            was_an_answer: false,
+        };
+    }
+
+    /// The driver's features are known: whether buffers carry bitmaps, and how.
+    pub(crate) fn speak(&mut self, form: Option<Form>) {
+        self.form = form;
     }
 
     /// Serves one buffer of the inflate queue.
     pub(crate) fn inflate<M: GuestMemory>(&mut self, mem: &M, chain: &Chain, counters: &mut Counters) -> Fate {
-        if self.take_pfns(mem, chain, counters) {
+        if let Some(form) = self.form {
+            if let Some((named, bits)) = self.take_bitmap(mem, chain, &form, counters) {
+                if self.is_stale(bits) {
+                    tracing::debug!("an inflate bitmap is the one before, again: nothing in the balloon is believed");
+                    counters.stale_bitmaps += 1;
+                    self.set = PageSet::empty(&self.layout);
+                } else {
+                    self.put_in(named, counters);
+                }
+                self.came(bits);
+            }
+        } else if self.take_pfns(mem, chain, counters) {
             let mut whole = Vec::new();
             let mut bad = 0;
             let layout = Arc::clone(&self.layout);
@@ -60,16 +131,43 @@ impl Ballooned {
                 }
             }
             counters.bad_pfns += bad;
-            for range in whole {
-                give_back(&*self.discard, range, counters);
-            }
+            self.release(whole, counters);
         }
         Fate::Used(0)
     }
 
+    /// Puts in the pages that a bitmap named.
+    fn put_in(&mut self, mut named: PageSet, counters: &mut Counters) {
+        if self.policy == DiscardPolicy::MarkOnly {
+            self.set.union_with(&named);
+            return;
+        }
+        // Only pages that were not in the balloon can make a granule whole. Each of their runs goes in in bulk.
+        named.subtract(&self.set);
+        let mut whole = Vec::new();
+        for run in named.runs() {
+            insert(&mut self.set, run, self.discard.granule_pages(), &mut whole);
+        }
+        self.release(whole, counters);
+    }
+
+    /// Gives granules that became whole back to the host, where that is the policy.
+    fn release(&self, whole: Vec<PageRange>, counters: &mut Counters) {
+        if self.policy == DiscardPolicy::AtOnce {
+            for range in whole {
+                give_back(&*self.discard, range, counters);
+            }
+        }
+    }
+
     /// Serves one buffer of the deflate queue.
     pub(crate) fn deflate<M: GuestMemory>(&mut self, mem: &M, chain: &Chain, counters: &mut Counters) -> Fate {
-        if self.take_pfns(mem, chain, counters) {
+        if let Some(form) = self.form {
+            if let Some((named, bits)) = self.take_bitmap(mem, chain, &form, counters) {
+                self.set.subtract(&named);
+                self.came(bits);
+            }
+        } else if self.take_pfns(mem, chain, counters) {
             for run in runs(&self.pfns) {
                 let ram: u64 = self.layout.clip(run).map(PageRange::count).sum();
                 counters.bad_pfns += run.count() - ram;
@@ -77,6 +175,32 @@ impl Ballooned {
             }
         }
         Fate::Used(0)
+    }
+
+    /// Reads the pages of RAM that a buffer's bitmap names; `None` where it is not to be believed at all.
+    fn take_bitmap<M: GuestMemory>(
+        &mut self,
+        mem: &M,
+        chain: &Chain,
+        form: &Form,
+        counters: &mut Counters,
+    ) -> Option<(PageSet, u64)> {
+        let start = match window::read(mem, chain, form, &mut self.bytes) {
+            Ok(start) => start,
+            Err(unbelieved) => {
+                tracing::debug!(?unbelieved, len = chain.readable_bytes(), "page bitmap skipped");
+                counters.malformed += 1;
+                counters.bad_headers += u64::from(matches!(unbelieved, Unbelieved::Header(_)));
+                counters.torn += u64::from(unbelieved == Unbelieved::Torn);
+                return None;
+            }
+        };
+        let bitmap = self.bytes.get(form.header..).unwrap_or(&[]);
+        let mut named = PageSet::empty(&self.layout);
+        let ram = named.insert_bitmap(start, bitmap);
+        counters.bad_pfns += window::ones(bitmap) - ram;
+        let digest = xxhash_rust::xxh3::xxh3_64_with_seed(bitmap, start.0);
+        Some((named, digest))
     }
 
     /// Reads the numbers of a buffer, sorted, each once. False where the buffer is not to be believed at all.

@@ -14,7 +14,22 @@
 //! - a buffer that fails a check is returned unused and counted; a ring that fails one stops that queue alone, sets
 //!   [`Balloon::needs_reset`] and leaves the other queues going;
 //! - answers of free pages reach the sink of an open session only, and only answers to that session's own request;
-//! - a session that was begun is ended towards the guest (DONE) before device state is saved.
+//! - a session that was begun is ended towards the guest (DONE) before device state is saved;
+//! - no page is ballooned, discarded or called free that no buffer of the guest named.
+//!
+//! # When memory goes back to the host
+//!
+//! Inflating gives memory back at once, or only marks it for a migration to skip: [`DiscardPolicy`]. The bitmap dialects
+//! mark only, unless told otherwise. Their drivers (of 2016) send bits again that are no longer true: compaction, which
+//! moves a page of the balloon, resends the last bitmap as it then stands on the inflate queue and on the deflate queue.
+//! A discard in between would empty pages that the guest uses; a mark is taken away again. Choose at-once for a guest
+//! whose driver does not do that.
+//!
+//! A page that is dirty is never treated as ballooned: a migration takes ballooned pages out of what it sends first,
+//! after tracking of writes began, and out of nothing that is found written later. What was written before that has to be
+//! known to the device, which is why [`machine::FreePages::ballooned`] of a [`SharedBalloon`] leaves out pages that the
+//! guest may have taken back without a word ([`Balloon::may_deflate_silently`]), and answers nothing of a guest that did
+//! not take MUST_TELL_HOST.
 //!
 //! # Locks and threads
 //!
@@ -37,8 +52,9 @@ mod session;
 mod shared;
 mod state;
 mod stats;
+mod window;
 
-pub use config::{Config, QueueConfig, feature};
+pub use config::{Config, DiscardPolicy, QueueConfig, feature};
 pub use counters::Counters;
 pub use device::{Balloon, Discard, Interrupts, QUEUE_MAX_SIZE};
 pub use dialect::Dialect;
@@ -52,10 +68,19 @@ pub enum Error {
     /// A dialect that nobody knows.
     #[error("balloon dialect {0:?} is unknown; choose standard, bitmap or bitmap-rfc")]
     UnknownDialect(String),
-    /// A dialect that this device does not speak.
-    #[error("balloon dialect {0} is not served by this device; choose standard or bitmap")]
-    UnservedDialect(Dialect),
-    /// Feature bits were configured that the dialect does not have, or that the device does not serve.
+    /// A policy for discarding that nobody knows.
+    #[error("balloon discard policy {0:?} is unknown; choose mark or at-once")]
+    UnknownDiscard(String),
+    /// PAGE_BITMAP was configured for a guest that is too large for the `bitmap` dialect's windows.
+    #[error(
+        "the bitmap balloon cannot offer PAGE_BITMAP (bit 3) to a guest whose physical address space ends at \
+         {end_bytes:#x}: its bitmaps reach to 32 GiB (0x800000000); leave the bit out"
+    )]
+    Space {
+        /// Where guest-physical space ends.
+        end_bytes: u64,
+    },
+    /// Feature bits were configured that the dialect does not have.
     #[error("the {dialect} balloon cannot offer feature bits {bits:#x}; it can offer {possible:#x}")]
     Unofferable {
         /// The dialect.

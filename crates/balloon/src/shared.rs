@@ -1,8 +1,9 @@
 //! A balloon that several threads share: vCPUs that kick, a host that sets targets, a migration that asks.
 
 use crate::Balloon;
+use crate::window::MOST_WINDOW;
 use machine::{AnswerCounts, AnswerSink, FreePages, GuestMemoryStats};
-use pages::{PAGE_BYTES, PageSet};
+use pages::{PAGE_BYTES, PageSet, Pfn};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vm_memory::GuestAddressSpace;
 
@@ -53,11 +54,21 @@ impl<M: GuestAddressSpace + Send> FreePages for SharedBalloon<M> {
     }
 
     /// Only of a guest that took MUST_TELL_HOST. Without it a guest may use a page of the balloon again before it says so
-    /// (virtio 1.3, section 5.5.6), and a page that was written before tracking began would be taken for ballooned.
+    /// (virtio 1.3, section 5.5.6), and a page that was written before tracking began would be taken for ballooned. For
+    /// the same reason without the pages that the guest may have taken back silently, one in 64 where buffers carry
+    /// bitmaps; see [`Balloon::may_deflate_silently`].
     fn ballooned(&mut self) -> Option<PageSet> {
         let balloon = self.lock();
-        let told = balloon.driver_features() & crate::feature::MUST_TELL_HOST != 0;
-        told.then(|| balloon.ballooned().clone())
+        if balloon.driver_features() & crate::feature::MUST_TELL_HOST == 0 {
+            return None;
+        }
+        let silent = balloon.may_deflate_silently();
+        let mut set = balloon.ballooned().clone();
+        drop(balloon);
+        if silent {
+            leave_out_multiples_of_64(&mut set);
+        }
+        Some(set)
     }
 
     fn poison(&self) -> Option<u32> {
@@ -81,4 +92,20 @@ impl<M: GuestAddressSpace + Send> FreePages for SharedBalloon<M> {
     fn counts(&self) -> AnswerCounts {
         self.lock().answer_counts()
     }
+}
+
+fn leave_out_multiples_of_64(set: &mut PageSet) {
+    let layout = Arc::clone(set.layout());
+    // Page by page over 32 GiB at a time: one bit in every word.
+    let pattern: Vec<u8> = [1, 0, 0, 0, 0, 0, 0, 0].repeat(MOST_WINDOW / 8);
+    let pages = MOST_WINDOW as u64 * 8;
+    let mut silent = PageSet::empty(&layout);
+    for region in layout.regions() {
+        let mut start = Pfn(region.start().0 - region.start().0 % pages);
+        while start < region.end() {
+            silent.insert_bitmap(start, &pattern);
+            start = Pfn(start.0.saturating_add(pages));
+        }
+    }
+    set.subtract(&silent);
 }

@@ -9,6 +9,7 @@ use crate::device::{QUEUE_MAX_SIZE, Slot, check_features};
 use crate::dialect::Role;
 use crate::dialect::hinting::Hinting;
 use crate::dialect::misc::Misc;
+use crate::inflate::LastBits;
 use crate::queue::VirtQueue;
 use crate::{Balloon, Error, QueueConfig, Result, Stats};
 use machine::Section;
@@ -21,7 +22,7 @@ use vm_memory::GuestAddressSpace;
 const NAME: &str = "balloon";
 
 /// The version of its form.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// A device, as it is saved.
 #[derive(Debug, Serialize, Deserialize)]
@@ -44,6 +45,7 @@ struct State {
     /// Head of the request buffer that is held, and where its bytes lie.
     posted: Option<(u16, Vec<(u64, u32)>)>,
     ballooned: Ballooned,
+    last_bits: LastBits,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -73,6 +75,7 @@ impl<M: GuestAddressSpace> Balloon<M> {
         let (issued, posted) = match &self.asking {
             Asking::Hints(hints) => (hints.issued(), None),
             Asking::Misc(misc) => (misc.issued(), misc.posted()),
+            Asking::Never => (0, None),
         };
         let state = State {
             dialect: self.config.dialect.name().to_owned(),
@@ -89,6 +92,7 @@ impl<M: GuestAddressSpace> Balloon<M> {
             stats: self.stats.last,
             posted,
             ballooned: Ballooned::of(self.ballooned.pages()),
+            last_bits: self.ballooned.last_bits(),
         };
         #[expect(
             clippy::expect_used,
@@ -133,7 +137,8 @@ impl<M: GuestAddressSpace> Balloon<M> {
         self.space.poison_val = state.poison_val;
         self.stats.held = state.held_stats;
         self.stats.last = state.stats;
-        self.ballooned.replace(ballooned);
+        self.ballooned.replace(ballooned, state.last_bits);
+        self.ballooned.speak(self.config.dialect.form(self.acked, &self.layout));
         Ok(())
     }
 
@@ -208,11 +213,18 @@ impl<M: GuestAddressSpace> Balloon<M> {
 
     fn restore_asking(&self, state: &State, queues: &[Option<Slot>]) -> Result<Asking> {
         Ok(match &self.asking {
-            Asking::Hints(_) if state.posted.is_some() => {
+            Asking::Hints(_) | Asking::Never if state.posted.is_some() => {
                 return Err(Error::State(
                     "it holds a request buffer, which its dialect does not have".to_owned(),
                 ));
             }
+            Asking::Never if state.issued != 0 => {
+                return Err(Error::State(format!(
+                    "it has asked {} times, in a dialect without questions",
+                    state.issued
+                )));
+            }
+            Asking::Never => Asking::Never,
             Asking::Hints(_) => Asking::Hints(Hinting::restored(state.issued)?),
             Asking::Misc(_) => {
                 let mut misc = Misc::restored(state.issued);

@@ -3,8 +3,9 @@
 
 mod support;
 
-use balloon::Dialect::{self, Bitmap, Standard};
+use balloon::Dialect::{self, Bitmap, BitmapRfc, Standard};
 use balloon::feature::*;
+use balloon::{Config, DiscardPolicy};
 use machine::{Answer, FreePages};
 use pages::Layout;
 use proptest::prelude::*;
@@ -24,6 +25,8 @@ enum Act {
     Kick(usize),
     /// A start, or a window of an answer, as a driver would send it to the open question.
     Honest(u16, u64, u64),
+    /// An inflate or deflate buffer that carries a bitmap.
+    Bitmap(usize, u64, Vec<u8>),
     Begin,
     End,
     Stats,
@@ -61,6 +64,7 @@ fn act() -> impl Strategy<Value = Act> {
         1 => (0u64..20, prop::collection::vec(any::<u8>(), 0..8)).prop_map(|(o, b)| Act::Config(o, b)),
         8 => queue().prop_map(Act::Kick),
         4 => (0u16..3, 0u64..4, 0u64..2100).prop_map(|(f, w, l)| Act::Honest(f, w, l)),
+        3 => (0usize..2, 0u64..260, prop::collection::vec(any::<u8>(), 0..600)).prop_map(|(q, w, b)| Act::Bitmap(q, w * 64, b)),
         3 => Just(Act::Begin),
         2 => Just(Act::End),
         1 => Just(Act::Stats),
@@ -81,7 +85,11 @@ struct World {
 impl World {
     fn new(dialect: Dialect, features: u64, granule: u64) -> Self {
         let layout = Layout::new(vec![range(0, 9000), range(9000, 3000), range(13000, 3384)]).unwrap();
-        let rig = Rig::cold(dialect, features, Arc::new(layout), granule);
+        let config = Config {
+            discard: DiscardPolicy::AtOnce,
+            ..Config::new(dialect, features)
+        };
+        let rig = Rig::configured(config, Arc::new(layout), granule);
         rig.drive(features);
         World {
             rig,
@@ -107,6 +115,7 @@ impl World {
             Act::Config(offset, bytes) => device.lock().write_config(offset, &bytes),
             Act::Kick(q) => device.lock().notify(q as u16),
             Act::Honest(flag, window, len) => self.honest(flag, window, len),
+            Act::Bitmap(q, start, bitmap) => drop(self.rig.send_bitmap(q, start, &bitmap)),
             Act::Begin => {
                 let session = self.sessions + 1;
                 if device.begin(session, self.answers.sink()).is_ok() {
@@ -148,6 +157,9 @@ impl World {
             rig.write(BUFFERS, &id.to_le_bytes());
             rig.rings[3].add(&rig.mem, &[(BUFFERS, 4, false)]);
             rig.kick(3);
+            return;
+        }
+        if rig.rings.len() < 4 {
             return;
         }
         if flag == 2 {
@@ -208,8 +220,17 @@ proptest! {
     }
 
     #[test]
-    fn a_hostile_bitmap_guest(acts in prop::collection::vec(act(), 1..80), huge in any::<bool>()) {
-        let mut world = World::new(Bitmap, MISC_VQ | STATS_VQ, if huge { 512 } else { 1 });
+    fn a_hostile_bitmap_guest(acts in prop::collection::vec(act(), 1..80), bitmaps in any::<bool>(), huge in any::<bool>()) {
+        let bitmaps = if bitmaps { PAGE_BITMAP } else { 0 };
+        let mut world = World::new(Bitmap, MISC_VQ | STATS_VQ | bitmaps, if huge { 512 } else { 1 });
+        for act in acts {
+            world.act(act);
+        }
+    }
+
+    #[test]
+    fn a_hostile_bitmap_rfc_guest(acts in prop::collection::vec(act(), 1..80), huge in any::<bool>()) {
+        let mut world = World::new(BitmapRfc, STATS_VQ | PAGE_BITMAP, if huge { 512 } else { 1 });
         for act in acts {
             world.act(act);
         }

@@ -144,7 +144,7 @@ fn a_question_waits_for_the_request_buffer() {
 }
 
 #[test]
-fn quirk_1_an_unanswered_end_frees_a_request_that_is_stuck() {
+fn quirk_01_an_unanswered_end_frees_a_request_that_is_stuck() {
     let (mut rig, answers) = rig();
     ask(&mut rig, &answers, 1);
     rig.irqs.take();
@@ -154,7 +154,7 @@ fn quirk_1_an_unanswered_end_frees_a_request_that_is_stuck() {
 }
 
 #[test]
-fn quirk_5_ids_are_never_used_twice_and_late_answers_are_dropped() {
+fn quirk_05_ids_are_never_used_twice_and_late_answers_are_dropped() {
     let (mut rig, answers) = rig();
     let first = ask(&mut rig, &answers, 1);
     rig.device.end(1).unwrap();
@@ -172,7 +172,7 @@ fn quirk_5_ids_are_never_used_twice_and_late_answers_are_dropped() {
 }
 
 #[test]
-fn quirk_6_a_last_partial_byte_and_an_empty_done() {
+fn quirk_06_a_last_partial_byte_and_an_empty_done() {
     let layout = Layout::flat(262_141).unwrap();
     let mut rig = Rig::cold(Bitmap, MISC_VQ, Arc::new(layout), 1);
     rig.drive(MISC_VQ);
@@ -212,7 +212,7 @@ fn several_windows_are_handed_over_once_they_are_whole() {
 }
 
 #[test]
-fn quirk_4_a_window_that_is_not_due_makes_the_whole_answer_worthless() {
+fn quirk_04_a_window_that_is_not_due_makes_the_whole_answer_worthless() {
     // The guest reused its buffer: the first window's completion shows the second one's header, or the second's the
     // last one's; or the first is missing.
     let (cont, bitmap) = (WINDOW / 8, [0xffu8; (WINDOW / 8) as usize]);
@@ -240,7 +240,7 @@ fn quirk_4_a_window_that_is_not_due_makes_the_whole_answer_worthless() {
 }
 
 #[test]
-fn quirk_4_windows_that_are_read_only_when_the_last_was_written_are_dropped() {
+fn quirk_04_windows_that_are_read_only_when_the_last_was_written_are_dropped() {
     // Three buffers are available at once, and all are the same memory, which holds the last window by now.
     let (mut rig, answers) = rig();
     let id = ask(&mut rig, &answers, 1);
@@ -257,7 +257,7 @@ fn quirk_4_windows_that_are_read_only_when_the_last_was_written_are_dropped() {
 }
 
 #[test]
-fn quirk_7_cont_without_done_gives_nothing() {
+fn quirk_07_cont_without_done_gives_nothing() {
     let (mut rig, answers) = rig();
     let id = ask(&mut rig, &answers, 1);
     answer(
@@ -273,7 +273,7 @@ fn quirk_7_cont_without_done_gives_nothing() {
 }
 
 #[test]
-fn quirks_12_and_13_a_header_is_checked_strictly_and_does_no_harm() {
+fn quirk_12_and_quirk_13_a_header_is_checked_strictly_and_does_no_harm() {
     let (mut rig, answers) = rig();
     let id = ask(&mut rig, &answers, 1);
     let good = header(DONE, id, 0, 2048);
@@ -420,10 +420,77 @@ fn case_33_the_statistics_queue_keeps_its_number_and_stays_silent() {
 }
 
 #[test]
-fn inflate_and_deflate_carry_arrays() {
+fn without_page_bitmap_inflate_and_deflate_carry_arrays() {
     let (mut rig, _) = rig();
     rig.send_pfns(0, &[5000, 5001]);
     rig.send_pfns(1, &[5000]);
     assert_eq!(rig.ballooned(), [range(5001, 1)]);
-    assert_eq!(rig.take_discards(), [range(5000, 2)]);
+    assert_eq!(rig.take_discards(), [], "pages are only marked");
+    assert_eq!(rig.device.lock().counters().malformed, 0);
+}
+
+#[test]
+fn quirk_02_answers_are_returned_with_length_0_and_requests_with_16() {
+    let (mut rig, answers) = rig();
+    rig.send(MISC, &[(REQUEST, 4096, true)]);
+    rig.device.begin(1, answers.sink()).unwrap();
+    assert_eq!(
+        rig.rings[MISC].used(&rig.mem),
+        [(0, 16)],
+        "whatever the buffer's length"
+    );
+    let id = request(&rig).1;
+    answer(&mut rig, header(CONT, id, 0, WINDOW / 8), &[0; WINDOW as usize / 8]);
+    answer(&mut rig, header(DONE, id, WINDOW, 8), &[0; 8]);
+    answer(&mut rig, header(DONE, id, 0, 8), &[0; 8]);
+    answer(
+        &mut rig,
+        Header {
+            cmd: 3,
+            ..header(DONE, id, 0, 8)
+        },
+        &[0; 8],
+    );
+}
+
+#[test]
+fn quirk_03_nothing_but_get_free_pages_is_ever_requested() {
+    let (mut rig, answers) = rig();
+    for session in 1..5 {
+        rig.write(REQUEST, &[0xee; 64]);
+        let id = ask(&mut rig, &answers, session);
+        assert_eq!(request(&rig), (0, id), "cmd 0 and reserved 0");
+        let mut past = [0u8; 48];
+        rig.mem.read_slice(&mut past, GuestAddress(REQUEST + 16)).unwrap();
+        assert_eq!(past, [0xee; 48], "16 bytes, no more");
+        rig.device.end(session).unwrap();
+    }
+}
+
+#[test]
+fn done_first_closes_the_question_and_the_rest_is_late() {
+    let (mut rig, answers) = rig();
+    let id = ask(&mut rig, &answers, 1);
+    answer(&mut rig, header(DONE, id, 0, 8), &[1; 8]);
+    let free: Vec<_> = (0..8).map(|i| range(i * 8, 1)).collect();
+    let expected = [Answer::Free(free), Answer::Covered(range(0, 64)), Answer::Finished];
+    assert_eq!(
+        answers.take(),
+        expected.map(|a| (1, a)),
+        "it was whole, as far as it went"
+    );
+    answer(&mut rig, header(CONT, id, 64, 8), &[0xff; 8]);
+    answer(&mut rig, header(DONE, id, 128, 8), &[0xff; 8]);
+    assert_eq!(answers.take(), []);
+    assert_eq!(rig.device.counts().late, 2);
+}
+
+#[test]
+fn windows_that_overlap_make_the_answer_worthless() {
+    let (mut rig, answers) = rig();
+    let id = ask(&mut rig, &answers, 1);
+    answer(&mut rig, header(CONT, id, 0, WINDOW / 8), &[0xff; WINDOW as usize / 8]);
+    answer(&mut rig, header(DONE, id, WINDOW - 64, 16), &[0xff; 16]);
+    assert_eq!(answers.take(), [(1, Answer::Finished)]);
+    assert_eq!(rig.device.counts().malformed, 1);
 }

@@ -3,9 +3,9 @@
 
 mod support;
 
-use balloon::Dialect::{self, Bitmap, Standard};
+use balloon::Dialect::{self, Bitmap, BitmapRfc, Standard};
 use balloon::feature::*;
-use balloon::{Balloon, Config, Discard, Interrupts, SharedBalloon};
+use balloon::{Balloon, Config, Discard, DiscardPolicy, Interrupts, SharedBalloon};
 use machine::{Answer, FreePages, Section};
 use pages::Layout;
 use serde_json::Value;
@@ -124,6 +124,40 @@ fn a_posted_request_buffer_goes_along() {
 }
 
 #[test]
+fn a_balloon_of_bitmaps_goes_along_and_goes_on() {
+    for dialect in [Bitmap, BitmapRfc] {
+        let features = PAGE_BITMAP | MUST_TELL_HOST | STATS_VQ;
+        let mut rig = Rig::new(dialect, features);
+        rig.send_pages(0, &[range(5001, 500), range(9001, 63)]);
+        rig.send(2, &[(BUFFERS, 10, false)]);
+        // More runs than a list of them is good for.
+        rig.send_bitmap(0, 12288, &[0x55; 256]);
+        let section = rig.device.lock().save();
+        let before = rig.ballooned();
+        // What is discarded, and when, is each host's own affair.
+        let config = Config {
+            discard: DiscardPolicy::AtOnce,
+            ..rig.device.lock().config()
+        };
+        let device = fresh(&rig, config);
+        device.lock().restore(&section).unwrap();
+        let mut rig = Rig { device, ..rig };
+        rig.device.lock().resume();
+        assert_eq!(rig.ballooned(), before);
+        assert!(rig.device.ballooned().is_some());
+        assert!(rig.device.lock().may_deflate_silently(), "buffers carry bitmaps still");
+        rig.send_pages(1, &[range(5001, 500)]);
+        rig.send_bitmap(1, 12288, &[0xff; 256]);
+        assert_eq!(rig.ballooned(), [range(9001, 63)]);
+        rig.send_pages(0, &[range(9001, 70)]);
+        assert_eq!(rig.take_discards(), [range(9064, 7)]);
+        rig.send_pfns(0, &[6000]);
+        assert_eq!(rig.device.lock().counters().bad_headers, 1);
+        assert!(rig.device.lock().request_stats());
+    }
+}
+
+#[test]
 fn kicks_that_were_lost_on_the_way_are_caught_up_with() {
     let mut rig = Rig::new(Standard, 0);
     rig.write(BUFFERS, &5000u32.to_le_bytes());
@@ -165,7 +199,7 @@ fn case_37_a_device_that_is_unlike_is_refused_by_name() {
     let rig = Rig::new(Standard, STATS_VQ | FREE_PAGE_HINT);
     let section = rig.device.lock().save();
     let refuse = |dialect, features| {
-        let other = fresh(&rig, Config { dialect, features });
+        let other = fresh(&rig, Config::new(dialect, features));
         other.lock().restore(&section).unwrap_err().to_string()
     };
     let why = refuse(Standard, STATS_VQ);
@@ -176,7 +210,11 @@ fn case_37_a_device_that_is_unlike_is_refused_by_name() {
 
 /// The saved state of a device with all there is, with one value changed.
 fn tampered(dialect: Dialect, pointer: &str, value: Value) -> String {
-    let features = if dialect == Bitmap { MISC_VQ | STATS_VQ } else { ALL };
+    let features = match dialect {
+        Standard => ALL,
+        Bitmap => MISC_VQ | STATS_VQ,
+        BitmapRfc => PAGE_BITMAP | STATS_VQ,
+    };
     let mut rig = Rig::new(dialect, features);
     rig.send_pfns(0, &[5000]);
     rig.send(2, &[(BUFFERS, 10, false)]);
@@ -242,6 +280,16 @@ fn state_that_no_device_could_have_saved_is_refused() {
     for (pointer, value) in bitmap {
         tampered(Bitmap, pointer, value);
     }
+    let rfc: [(&str, Value); 5] = [
+        ("/dialect", json!("bitmap")),
+        ("/issued", json!(1)),
+        ("/posted", json!([0, [[4096, 16]]])),
+        ("/acked", json!(1u64 << 32 | MISC_VQ)),
+        ("/queues", json!([null, null, null, null])),
+    ];
+    for (pointer, value) in rfc {
+        tampered(BitmapRfc, pointer, value);
+    }
 }
 
 #[test]
@@ -256,7 +304,7 @@ fn sections_of_others_and_bytes_that_are_no_state_are_refused() {
         ..section.clone()
     }));
     assert!(!good(&Section {
-        version: 2,
+        version: 3,
         ..section.clone()
     }));
     for len in 0..section.data.len() {

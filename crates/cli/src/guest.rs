@@ -2,8 +2,7 @@
 
 use crate::linux_flags::{LinuxPlan, vmm_error};
 use crate::slot::GuestSlot;
-use crate::{BalloonChoice, ConsoleLine, Error, FileMachine, FilePlan, GuestPlan, SoftPlan, human_bytes};
-use balloon::Dialect;
+use crate::{ConsoleLine, Error, FileMachine, FilePlan, GuestPlan, SoftPlan, human_bytes};
 use machine::{FreePages, NoBalloon};
 use memory::trackers::NullTracker;
 use memory::{Backing, FreeMap, GuestMemory, layout_file};
@@ -12,7 +11,11 @@ use pages::{Layout, PAGE_BYTES};
 use softguest::{GuestConfig, SoftGuest};
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 use vmm::{BootFiles, LinuxGuest, StateFault, VmConfig};
+
+/// How long a guest may take to inflate its balloon before it is sent.
+const INFLATE_PATIENCE: Duration = Duration::from_secs(300);
 
 /// A guest that was started here.
 #[derive(Debug)]
@@ -73,12 +76,6 @@ fn start_soft(plan: &SoftPlan) -> Result<Started, Error> {
         )));
     }
     let ram = Arc::new(GuestMemory::new(Arc::clone(&layout), &Backing::Anonymous).map_err(refused)?);
-    let dialect = match plan.balloon {
-        BalloonChoice::Standard => Some(Dialect::Standard),
-        BalloonChoice::Bitmap => Some(Dialect::Bitmap),
-        BalloonChoice::BitmapRfc => Some(Dialect::BitmapRfc),
-        BalloonChoice::Off => None,
-    };
     let config = GuestConfig {
         used_bytes: plan.used_bytes,
         scatter: plan.scatter,
@@ -86,14 +83,43 @@ fn start_soft(plan: &SoftPlan) -> Result<Started, Error> {
         workload: plan.workload,
         vcpus: plan.vcpus,
         seed: plan.seed,
-        balloon: dialect.map(softguest::default_balloon),
+        balloon: plan.balloon,
         init_on_alloc: plan.init_on_alloc,
         ..GuestConfig::new(layout)
     };
     let soft = SoftGuest::boot(config, ram).map_err(refused)?;
+    inflate(&soft, plan.ballooned_bytes / PAGE_BYTES)?;
     let slot = GuestSlot::default();
     let guest = slot.put_soft(soft)?;
     Ok(Started { guest, slot })
+}
+
+/// Has the guest put `pages` pages into its balloon, and waits until they are there.
+fn inflate(soft: &SoftGuest, pages: u64) -> Result<(), Error> {
+    let Some(device) = soft.balloon().filter(|_| pages > 0) else {
+        return Ok(());
+    };
+    let free = soft.self_check().map_err(refused)?.free_pages;
+    if pages > free {
+        return Err(Error::Refused(format!(
+            "the guest is to have {} in its balloon, and {} of its memory are free: lower --ballooned or --used",
+            human_bytes(pages * PAGE_BYTES),
+            human_bytes(free * PAGE_BYTES)
+        )));
+    }
+    device.lock().set_target(pages).map_err(refused)?;
+    let end = Instant::now() + INFLATE_PATIENCE;
+    while device.lock().actual() != pages {
+        if Instant::now() > end {
+            return Err(Error::Refused(format!(
+                "the guest has not put {} into its balloon within {} s: lower --ballooned",
+                human_bytes(pages * PAGE_BYTES),
+                INFLATE_PATIENCE.as_secs()
+            )));
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
 }
 
 fn open_file(plan: &FilePlan) -> Result<Started, Error> {

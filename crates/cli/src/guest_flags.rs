@@ -4,10 +4,11 @@
 //! not fit which. Nothing is allocated or opened before the whole plan makes sense.
 
 use crate::Error;
+use crate::balloon_flags::{self, BalloonChoice, DiscardChoice};
 use crate::linux_flags::{self, DEFAULT_CMDLINE, DirtyTrackerChoice, LinuxPlan};
 use crate::units::{Size, parse_share};
 use clap::{Args, ValueEnum};
-use pages::PAGE_BYTES;
+use pages::{Layout, PAGE_BYTES};
 use softguest::{MAX_VCPUS, Workload};
 use std::path::PathBuf;
 
@@ -21,20 +22,6 @@ pub enum GuestKind {
     Linux,
     /// A paused guest's RAM, lying in a file
     File,
-}
-
-/// The balloon's dialect.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum BalloonChoice {
-    /// Free page hinting, as virtio 1.x has it
-    #[default]
-    Standard,
-    /// The bitmap dialect
-    Bitmap,
-    /// The bitmap dialect as the 2016 patches had it; not served yet
-    BitmapRfc,
-    /// No balloon
-    Off,
 }
 
 /// The flags that describe a guest. Those without a default belong to some kinds of guest only.
@@ -53,6 +40,11 @@ pub struct GuestFlags {
     /// The balloon's dialect (soft, linux; default: standard)
     #[arg(long, value_enum, value_name = "DIALECT")]
     pub balloon: Option<BalloonChoice>,
+    /// What becomes of the memory of pages that go into the balloon: mark = it stays, and a migration may leave it out;
+    /// at-once = the host has it back (soft, linux; default: mark with --balloon bitmap and bitmap-rfc, whose drivers name
+    /// pages again that they use; else at-once)
+    #[arg(long, value_enum, value_name = "WHEN")]
+    pub balloon_discard: Option<DiscardChoice>,
 
     /// Memory that the guest uses (soft; default: 300M, or a quarter of a small guest's RAM)
     #[arg(long, value_name = "SIZE", help_heading = "Built-in guest")]
@@ -63,6 +55,9 @@ pub struct GuestFlags {
     /// Memory that was touched, then freed, before the migration (soft; default: 0)
     #[arg(long, value_name = "SIZE", help_heading = "Built-in guest")]
     pub aged: Option<Size>,
+    /// Memory that it has put into its balloon before the migration (soft; default: 0)
+    #[arg(long, value_name = "SIZE", help_heading = "Built-in guest")]
+    pub ballooned: Option<Size>,
     /// What it does: idle, churn:RATE (pages a second) or compile (soft; default: idle)
     #[arg(long, value_name = "LOAD", help_heading = "Built-in guest")]
     pub workload: Option<Workload>,
@@ -127,6 +122,8 @@ pub struct SoftPlan {
     pub used_bytes: u64,
     /// Touched, then freed; rounded up to whole pages.
     pub aged_bytes: u64,
+    /// In the balloon before the migration; rounded up to whole pages.
+    pub ballooned_bytes: u64,
     /// 0 in one piece, 1 in single pages.
     pub scatter: f64,
     /// What it does.
@@ -138,7 +135,7 @@ pub struct SoftPlan {
     /// Zeroes what it allocates.
     pub init_on_alloc: bool,
     /// Its balloon.
-    pub balloon: BalloonChoice,
+    pub balloon: Option<balloon::Config>,
 }
 
 /// A guest in a file.
@@ -154,10 +151,6 @@ pub struct FilePlan {
 
 const DEFAULT_MEMORY_BYTES: u64 = 8 << 30;
 const DEFAULT_USED_BYTES: u64 = 300 << 20;
-
-/// What `--balloon bitmap-rfc` gets for now.
-pub(crate) const NO_RFC: &str =
-    "--balloon bitmap-rfc comes with a later version of pageferry: use standard, bitmap or off";
 
 /// A kind's name on the command line.
 fn name(kind: GuestKind) -> String {
@@ -199,15 +192,17 @@ impl GuestFlags {
     }
 
     /// Every flag beside --guest: whether it was given, and the kinds of guest that it belongs to.
-    fn given(&self) -> [(&'static str, bool, &'static [GuestKind]); 19] {
+    fn given(&self) -> [(&'static str, bool, &'static [GuestKind]); 21] {
         use GuestKind::{File, Linux, Soft};
         [
             ("--memory", self.memory.is_some(), &[Soft, Linux]),
             ("--vcpus", self.vcpus.is_some(), &[Soft, Linux]),
             ("--balloon", self.balloon.is_some(), &[Soft, Linux]),
+            ("--balloon-discard", self.balloon_discard.is_some(), &[Soft, Linux]),
             ("--used", self.used.is_some(), &[Soft]),
             ("--scatter", self.scatter.is_some(), &[Soft]),
             ("--aged", self.aged.is_some(), &[Soft]),
+            ("--ballooned", self.ballooned.is_some(), &[Soft]),
             ("--workload", self.workload.is_some(), &[Soft]),
             ("--guest-seed", self.guest_seed.is_some(), &[Soft]),
             ("--init-on-alloc", self.init_on_alloc, &[Soft]),
@@ -259,12 +254,21 @@ impl GuestFlags {
         Ok(vcpus)
     }
 
+    /// The balloon of a guest with RAM of `layout`.
+    fn balloon_config(&self, layout: &Layout) -> Result<Option<balloon::Config>, Error> {
+        balloon_flags::config(self.balloon.unwrap_or_default(), self.balloon_discard, layout)
+    }
+
     fn plan_linux(&self) -> Result<LinuxPlan, Error> {
         let kernel = self.kernel.clone();
+        let memory_bytes = self.memory_bytes()?;
+        let layout = Layout::pc(memory_bytes / PAGE_BYTES).map_err(|e| Error::Usage(format!("--memory: {e}")))?;
+        let mut balloon = self.balloon_config(&layout)?;
+        linux_flags::add_reporting(balloon.as_mut(), self.free_page_reporting)?;
         Ok(LinuxPlan {
-            memory_bytes: self.memory_bytes()?,
+            memory_bytes,
             vcpus: self.vcpu_count()?,
-            balloon: linux_flags::balloon(self.balloon.unwrap_or_default(), self.free_page_reporting)?,
+            balloon,
             kernel: kernel.ok_or_else(|| Error::Usage("--guest linux needs --kernel FILE".to_owned()))?,
             initrd: self.initrd.clone(),
             cmdline: self.cmdline.clone().unwrap_or_else(|| DEFAULT_CMDLINE.to_owned()),
@@ -279,19 +283,27 @@ impl GuestFlags {
         let default_used = DEFAULT_USED_BYTES.min(memory_bytes / 4);
         let used_bytes = whole_pages("--used", self.used.map_or(default_used, |s| s.0))?;
         let aged_bytes = whole_pages("--aged", self.aged.map_or(0, |s| s.0))?;
-        if used_bytes.checked_add(aged_bytes).is_none_or(|sum| sum > memory_bytes) {
-            return Err(Error::Usage(format!(
-                "--used and --aged take {used_bytes} and {aged_bytes} bytes, together more than --memory {memory_bytes}"
-            )));
+        let ballooned_bytes = whole_pages("--ballooned", self.ballooned.map_or(0, |s| s.0))?;
+        // What was in use before is free, so it can go into the balloon; what is in use cannot.
+        for (flag, bytes) in [("--aged", aged_bytes), ("--ballooned", ballooned_bytes)] {
+            if used_bytes.checked_add(bytes).is_none_or(|sum| sum > memory_bytes) {
+                return Err(Error::Usage(format!(
+                    "--used and {flag} take {used_bytes} and {bytes} bytes, together more than --memory {memory_bytes}"
+                )));
+            }
         }
-        let balloon = self.balloon.unwrap_or_default();
-        if balloon == BalloonChoice::BitmapRfc {
-            return Err(Error::Usage(NO_RFC.to_owned()));
+        let layout = Layout::flat(memory_bytes / PAGE_BYTES).map_err(|e| Error::Usage(format!("--memory: {e}")))?;
+        let balloon = self.balloon_config(&layout)?;
+        if self.ballooned.is_some() && balloon.is_none() {
+            return Err(Error::Usage(
+                "--ballooned needs a balloon, and there is none with --balloon off".to_owned(),
+            ));
         }
         Ok(SoftPlan {
             memory_bytes,
             used_bytes,
             aged_bytes,
+            ballooned_bytes,
             scatter: self.scatter.unwrap_or(0.0),
             workload: self.workload.unwrap_or_default(),
             vcpus: self.vcpu_count()?,
@@ -312,6 +324,7 @@ fn whole_pages(flag: &str, bytes: u64) -> Result<u64, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use balloon::{Dialect, DiscardPolicy};
     use clap::Parser;
     use vmm::Tracking;
 
@@ -344,16 +357,17 @@ mod tests {
             (8 << 30, 300 << 20, 0)
         );
         assert_eq!(
-            (plan.workload, plan.vcpus, plan.balloon),
-            (Workload::Idle, 1, BalloonChoice::Standard)
+            (plan.workload, plan.vcpus, plan.ballooned_bytes),
+            (Workload::Idle, 1, 0)
         );
+        assert_eq!(plan.balloon.unwrap().dialect, Dialect::Standard);
     }
 
     #[test]
     fn all_flags_of_a_soft_guest() {
         let plan = soft(
             "--guest soft --memory 1G --used 100M --scatter 0.5 --aged 512M --workload churn:500 --vcpus 2 --guest-seed 7 \
-             --init-on-alloc --balloon bitmap",
+             --init-on-alloc --balloon bitmap --balloon-discard at-once --ballooned 700M",
         );
         assert_eq!(
             plan,
@@ -361,12 +375,17 @@ mod tests {
                 memory_bytes: 1 << 30,
                 used_bytes: 100 << 20,
                 aged_bytes: 512 << 20,
+                ballooned_bytes: 700 << 20,
                 scatter: 0.5,
                 workload: Workload::Churn { pages_per_s: 500 },
                 vcpus: 2,
                 seed: 7,
                 init_on_alloc: true,
-                balloon: BalloonChoice::Bitmap,
+                balloon: Some(balloon::Config {
+                    dialect: Dialect::Bitmap,
+                    features: 0x1f,
+                    discard: DiscardPolicy::AtOnce,
+                }),
             }
         );
     }
@@ -435,7 +454,21 @@ mod tests {
             ("--guest linux --kernel k --vcpus 0", "--vcpus 0"),
             ("--guest linux --kernel k --memory 5000", "5000 bytes"),
             ("--guest linux --kernel k --dirty-tracker magic", "magic"),
-            ("--guest linux --kernel k --balloon bitmap-rfc", "bitmap-rfc"),
+            (
+                "--guest linux --kernel k --ballooned 1M",
+                "--ballooned goes with --guest soft",
+            ),
+            ("--balloon off --ballooned 1M", "--ballooned needs a balloon"),
+            ("--memory 1G --used 600M --ballooned 600M", "more than --memory"),
+            (
+                "--balloon off --balloon-discard mark",
+                "--balloon-discard needs a balloon",
+            ),
+            ("--balloon-discard never", "never"),
+            (
+                "--guest file --ram r --balloon-discard mark",
+                "--balloon-discard goes with --guest soft or linux",
+            ),
             (
                 "--guest linux --kernel k --balloon off --free-page-reporting",
                 "--free-page-reporting goes with --balloon standard",
@@ -446,10 +479,6 @@ mod tests {
             ),
             ("--console f", "--console goes with --guest linux"),
             ("--free-page-reporting", "--free-page-reporting goes with --guest linux"),
-            (
-                "--balloon bitmap-rfc",
-                "--balloon bitmap-rfc comes with a later version",
-            ),
             ("--guest file", "--ram"),
             (
                 "--guest file --ram r --used 1M",

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod balloon_controls;
+mod balloon_flags;
 mod console;
 mod exit;
 mod file_guest;
@@ -25,12 +26,13 @@ mod slot;
 mod tamper;
 mod units;
 
+pub use balloon_flags::{BalloonChoice, DiscardChoice};
 pub use console::{Attached, ConsoleLine, RawTerminal};
 pub use engine::Role;
 pub use exit::{Error, finish};
 pub use file_guest::FileMachine;
 pub use guest::{Started, start};
-pub use guest_flags::{BalloonChoice, FilePlan, GuestFlags, GuestKind, GuestPlan, SoftPlan};
+pub use guest_flags::{FilePlan, GuestFlags, GuestKind, GuestPlan, SoftPlan};
 pub use host_flags::{HostFlags, Request};
 pub use linux_flags::{DirtyTrackerChoice, LinuxPlan};
 pub use living::{Life, Lived, ended_because, live, until_ended};

@@ -1,6 +1,6 @@
 //! What describes a Linux guest, and what a VMM's refusal means for a command.
 
-use crate::{BalloonChoice, Error};
+use crate::Error;
 use balloon::{Dialect, feature};
 use clap::ValueEnum;
 use std::path::PathBuf;
@@ -61,25 +61,19 @@ pub struct LinuxPlan {
     pub refuse_save: bool,
 }
 
-/// The balloon of a Linux guest. Reporting is off unless asked for: it makes the guest give free memory back all the time,
-/// and what is given back has to be found again when the guest wants it.
-pub(crate) fn balloon(choice: BalloonChoice, reporting: bool) -> Result<Option<balloon::Config>, Error> {
-    let dialect = match choice {
-        BalloonChoice::Standard => Dialect::Standard,
-        BalloonChoice::Bitmap if !reporting => Dialect::Bitmap,
-        BalloonChoice::Off if !reporting => return Ok(None),
-        BalloonChoice::Bitmap | BalloonChoice::Off => {
-            return Err(Error::Usage(
-                "--free-page-reporting goes with --balloon standard only".to_owned(),
-            ));
+/// Lets a Linux guest report its free pages where that was asked for. It is off otherwise: it makes the guest give free
+/// memory back all the time, and what is given back has to be found again when the guest wants it.
+pub(crate) fn add_reporting(balloon: Option<&mut balloon::Config>, reporting: bool) -> Result<(), Error> {
+    match balloon {
+        _ if !reporting => Ok(()),
+        Some(config) if config.dialect == Dialect::Standard => {
+            config.features |= feature::REPORTING;
+            Ok(())
         }
-        BalloonChoice::BitmapRfc => return Err(Error::Usage(crate::guest_flags::NO_RFC.to_owned())),
-    };
-    let mut config = softguest::default_balloon(dialect);
-    if reporting {
-        config.features |= feature::REPORTING;
+        _ => Err(Error::Usage(
+            "--free-page-reporting goes with --balloon standard only".to_owned(),
+        )),
     }
-    Ok(Some(config))
 }
 
 /// A VMM's error as the command's: what the host or a file lacks is a check that said no, before anything was sent; a vCPU
@@ -149,19 +143,19 @@ mod tests {
     }
 
     #[test]
-    fn a_balloon_offers_what_linux_takes_and_reporting_on_request() {
-        let features = |choice, reporting| balloon(choice, reporting).unwrap().map(|config| config.features);
-        assert_eq!(features(BalloonChoice::Standard, false), Some(0x1f));
-        assert_eq!(features(BalloonChoice::Standard, true), Some(0x3f));
-        assert_eq!(features(BalloonChoice::Bitmap, false), Some(0x17));
-        assert_eq!(features(BalloonChoice::Off, false), None);
-        for (choice, reporting, word) in [
-            (BalloonChoice::Off, true, "--free-page-reporting"),
-            (BalloonChoice::Bitmap, true, "--free-page-reporting"),
-            (BalloonChoice::BitmapRfc, false, "bitmap-rfc"),
-        ] {
-            let error = balloon(choice, reporting).unwrap_err();
-            assert!(error.exit_code() == 2 && error.to_string().contains(word), "{error}");
+    fn reporting_is_on_request_and_the_standard_balloons_alone() {
+        let mut standard = balloon::Config::new(Dialect::Standard, 0x1f);
+        add_reporting(Some(&mut standard), false).unwrap();
+        assert_eq!(standard.features, 0x1f);
+        add_reporting(Some(&mut standard), true).unwrap();
+        assert_eq!(standard.features, 0x3f);
+        let mut bitmap = balloon::Config::new(Dialect::Bitmap, 0x1f);
+        add_reporting(Some(&mut bitmap), false).unwrap();
+        add_reporting(None, false).unwrap();
+        for refused in [add_reporting(Some(&mut bitmap), true), add_reporting(None, true)] {
+            let error = refused.unwrap_err();
+            let named = error.to_string().contains("--free-page-reporting");
+            assert!(error.exit_code() == 2 && named, "{error}");
         }
     }
 }

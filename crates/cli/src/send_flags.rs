@@ -224,6 +224,9 @@ impl SendFlags {
         if self.ask == AskChoice::Always && guest.balloon == Some(BalloonChoice::Off) {
             return usage("--ask always goes with no --balloon off: a guest without a balloon cannot be asked");
         }
+        if self.ask == AskChoice::Always && guest.balloon == Some(BalloonChoice::BitmapRfc) {
+            return usage("--ask always goes with no --balloon bitmap-rfc: that dialect has no question for the guest");
+        }
         Ok(())
     }
 
@@ -365,12 +368,12 @@ mod tests {
     #[test]
     fn case_32_hints_of_a_guest_without_a_balloon_are_refused() {
         for guest in ["", "--guest linux --kernel k"] {
-            let line = format!("--to tcp:h:1 --ask always --balloon off {guest}");
-            let error = target(&line).unwrap_err();
-            assert!(
-                error.contains("--ask always") && error.contains("--balloon off"),
-                "{error}"
-            );
+            for balloon in ["off", "bitmap-rfc"] {
+                let line = format!("--to tcp:h:1 --ask always --balloon {balloon} {guest}");
+                let error = target(&line).unwrap_err();
+                let named = error.contains("--ask always") && error.contains(&format!("--balloon {balloon}"));
+                assert!(named, "{error}");
+            }
         }
     }
 

@@ -100,16 +100,34 @@ impl Buddy {
             if self.counts.0[larger as usize] == 0 {
                 continue;
             }
-            let found = self.free[larger as usize].next(ram, 0)?;
-            let block = found.ok_or_else(|| {
-                let count = self.counts.0[larger as usize];
-                Error::Corrupt(format!("no free block of order {larger} where {count} are counted"))
-            })?;
-            let frame = block << larger;
+            let frame = self.lowest(ram, larger)?;
             self.carve(ram, frame, larger, frame, order)?;
             return Ok(Some(frame));
         }
         Ok(None)
+    }
+
+    /// Takes in one go what the next calls for single pages would take, `most` pages at most: the beginning of the lowest
+    /// block of the smallest order that there is. Its first frame and its order.
+    pub(crate) fn alloc_some(&mut self, ram: &Ram, most: u64) -> Result<Option<(u64, u32)>> {
+        let smallest = (0..=MAX_ORDER).find(|order| self.counts.0[*order as usize] > 0);
+        let (Some(larger), Some(fits)) = (smallest, most.checked_ilog2()) else {
+            return Ok(None);
+        };
+        let frame = self.lowest(ram, larger)?;
+        let order = larger.min(fits);
+        self.carve(ram, frame, larger, frame, order)?;
+        Ok(Some((frame, order)))
+    }
+
+    /// The lowest block of this very order, of which some are counted.
+    fn lowest(&self, ram: &Ram, order: u32) -> Result<u64> {
+        let found = self.free[order as usize].next(ram, 0)?;
+        let block = found.ok_or_else(|| {
+            let count = self.counts.0[order as usize];
+            Error::Corrupt(format!("no free block of order {order} where {count} are counted"))
+        })?;
+        Ok(block << order)
     }
 
     /// Takes this one block, out of whatever free block holds it; whether it was free.
@@ -238,6 +256,26 @@ mod tests {
             })
             .unwrap();
         all
+    }
+
+    #[test]
+    fn what_is_taken_in_one_go_is_what_single_pages_would_be() {
+        let (ram, mut singly) = fixture();
+        let (ram_too, mut at_once) = fixture();
+        for (buddy, ram) in [(&mut singly, &ram), (&mut at_once, &ram_too)] {
+            buddy.free_stretch(ram, 3, 2000).unwrap();
+            buddy.free_stretch(ram, 4095, 700).unwrap();
+        }
+        for count in [1, 2, 5, 64, 100, 1, 900, 3, 5000] {
+            let mut got = Vec::new();
+            while let Some((frame, order)) = at_once.alloc_some(&ram_too, count - got.len() as u64).unwrap() {
+                got.extend(frame..frame + (1 << order));
+            }
+            let one_by_one: Vec<u64> = (0..count).map_while(|_| singly.alloc(&ram, 0).unwrap()).collect();
+            assert_eq!(got, one_by_one);
+            assert_eq!(blocks(&ram_too, &at_once), blocks(&ram, &singly));
+        }
+        assert_eq!(at_once.free_pages(), 0);
     }
 
     #[test]

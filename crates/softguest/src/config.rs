@@ -1,6 +1,7 @@
 //! What a guest is made of, and how that travels: a destination builds its guest from the source's
 //! [`MachineConfig`] alone.
 
+use crate::quirks::Quirks;
 use crate::{Error, Result};
 use balloon::{Dialect, feature};
 use machine::MachineConfig;
@@ -72,23 +73,21 @@ impl FromStr for Workload {
     }
 }
 
-/// The balloon that a guest of dialect `dialect` has unless told otherwise. Reporting is left out: it empties an aged
-/// guest by itself, and hosts leave it off too.
-pub fn default_balloon(dialect: Dialect) -> balloon::Config {
+/// One past the last page that a `bitmap` balloon can name in its inflate and deflate bitmaps, whose windows of 32 GiB its
+/// driver gets wrong after the first (quirk 9).
+const BITMAP_END: u64 = 32 << (30 - 12);
+
+/// The balloon that a guest of dialect `dialect` with RAM of `layout` has unless told otherwise. Reporting is left out: it
+/// empties an aged guest by itself, and hosts leave it off too.
+pub fn default_balloon(dialect: Dialect, layout: &Layout) -> balloon::Config {
+    let common = feature::MUST_TELL_HOST | feature::STATS_VQ | feature::DEFLATE_ON_OOM;
     let features = match dialect {
-        Dialect::Standard => {
-            feature::MUST_TELL_HOST
-                | feature::STATS_VQ
-                | feature::DEFLATE_ON_OOM
-                | feature::FREE_PAGE_HINT
-                | feature::PAGE_POISON
-        }
-        Dialect::Bitmap => feature::MUST_TELL_HOST | feature::STATS_VQ | feature::DEFLATE_ON_OOM | feature::MISC_VQ,
-        Dialect::BitmapRfc => {
-            feature::MUST_TELL_HOST | feature::STATS_VQ | feature::DEFLATE_ON_OOM | feature::PAGE_BITMAP
-        }
+        Dialect::Standard => common | feature::FREE_PAGE_HINT | feature::PAGE_POISON,
+        Dialect::Bitmap if layout.end().0 <= BITMAP_END => common | feature::MISC_VQ | feature::PAGE_BITMAP,
+        Dialect::Bitmap => common | feature::MISC_VQ,
+        Dialect::BitmapRfc => common | feature::PAGE_BITMAP,
     };
-    balloon::Config { dialect, features }
+    balloon::Config::new(dialect, features)
 }
 
 /// What a guest is made of.
@@ -116,6 +115,8 @@ pub struct GuestConfig {
     pub poison: Option<u8>,
     /// Whether the balloon driver is there from boot on; else it comes with [`crate::SoftGuest::load_driver`].
     pub driver: bool,
+    /// How the balloon driver behaves, in the `bitmap` dialects.
+    pub quirks: Quirks,
     /// How long the guest waits between reports of free blocks (REPORTING).
     pub report_interval: Duration,
 }
@@ -125,17 +126,27 @@ impl GuestConfig {
     pub fn new(layout: Arc<Layout>) -> Self {
         GuestConfig {
             used_bytes: layout.total_bytes() / 32,
+            balloon: Some(default_balloon(Dialect::Standard, &layout)),
             layout,
             scatter: 0.0,
             aged_bytes: 0,
             workload: Workload::Idle,
             vcpus: 1,
             seed: 1,
-            balloon: Some(default_balloon(Dialect::Standard)),
             init_on_alloc: false,
             poison: None,
             driver: true,
+            quirks: Quirks::default(),
             report_interval: Duration::from_secs(2),
+        }
+    }
+
+    /// The same with the balloon that a guest of `dialect` has unless told otherwise.
+    #[must_use]
+    pub fn with_balloon(self, dialect: Dialect) -> Self {
+        GuestConfig {
+            balloon: Some(default_balloon(dialect, &self.layout)),
+            ..self
         }
     }
 

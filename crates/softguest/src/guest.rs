@@ -4,7 +4,8 @@ use crate::check::SelfCheck;
 use crate::config::GuestConfig;
 use crate::driver::Ports;
 use crate::frames::{Frames, Places};
-use crate::kernel::Kernel;
+use crate::hooks::{Hooks, Plain};
+use crate::kernel::{Kernel, Order};
 use crate::machine_impl::SoftMachine;
 use crate::platform::Platform;
 use crate::ram::Ram;
@@ -12,14 +13,14 @@ use crate::{Error, Result};
 use balloon::{Balloon, SharedBalloon};
 use machine::{FreePages, Machine, MachineConfig, NoBalloon};
 use memory::{Backing, GuestMemory};
-use pages::{PAGE_BYTES, PageRange, Pfn};
+use pages::{PAGE_BYTES, PageRange, PageSet, Pfn};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How long a driver may take to load.
-const LOAD_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the kernel may take to do what it is told.
+const ORDER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Where in a page [`SoftGuest::flip_byte`] flips one.
 const FLIPPED: u64 = 2000;
@@ -66,11 +67,11 @@ impl Shared {
 }
 
 /// Gives memory back for the balloon.
-struct Giver(Arc<GuestMemory>);
+struct Giver(Arc<GuestMemory>, Arc<dyn Hooks>);
 
 impl balloon::Discard for Giver {
     fn discard(&self, range: PageRange) -> machine::Result<()> {
-        Ok(self.0.discard(range)?)
+        self.1.discard(&self.0, range)
     }
 
     fn granule_pages(&self) -> u64 {
@@ -94,7 +95,15 @@ impl SoftGuest {
     /// # Errors
     /// As [`SoftGuest::start`]; and RAM whose layout is not the configuration's.
     pub fn boot(config: GuestConfig, ram: Arc<GuestMemory>) -> Result<SoftGuest> {
-        let guest = SoftGuest::assemble(config, ram)?;
+        SoftGuest::boot_with(config, ram, Arc::new(Plain))
+    }
+
+    /// The same with places for a benchmark to look in.
+    ///
+    /// # Errors
+    /// As [`SoftGuest::boot`].
+    pub fn boot_with(config: GuestConfig, ram: Arc<GuestMemory>, hooks: Arc<dyn Hooks>) -> Result<SoftGuest> {
+        let guest = SoftGuest::assemble(config, ram, hooks)?;
         let shared = guest.shared();
         let kernel = Kernel::boot(&shared.config, shared.ram.clone(), shared.ports.as_ref())?;
         *shared.kernel() = Some(kernel);
@@ -108,10 +117,10 @@ impl SoftGuest {
     /// # Errors
     /// A description of no soft guest, or RAM whose layout is not that of the description.
     pub fn new_for_restore(config: &MachineConfig, ram: Arc<GuestMemory>) -> Result<SoftGuest> {
-        SoftGuest::assemble(GuestConfig::from_machine_config(config)?, ram)
+        SoftGuest::assemble(GuestConfig::from_machine_config(config)?, ram, Arc::new(Plain))
     }
 
-    fn assemble(config: GuestConfig, memory: Arc<GuestMemory>) -> Result<SoftGuest> {
+    fn assemble(config: GuestConfig, memory: Arc<GuestMemory>, hooks: Arc<dyn Hooks>) -> Result<SoftGuest> {
         config.check()?;
         if *memory.layout() != config.layout {
             return Err(Error::Config(
@@ -125,11 +134,12 @@ impl SoftGuest {
             None => None,
             Some(balloon) => {
                 let interrupts: Arc<dyn balloon::Interrupts> = platform.clone();
-                let giver = Arc::new(Giver(memory));
+                let giver = Arc::new(Giver(memory, Arc::clone(&hooks)));
                 let device = Balloon::new(balloon, Arc::clone(&config.layout), ram.clone(), interrupts, giver)?;
                 Some(Ports {
                     device: SharedBalloon::new(device),
                     platform: Arc::clone(&platform),
+                    hooks,
                 })
             }
         };
@@ -225,19 +235,37 @@ impl SoftGuest {
     /// # Errors
     /// A guest that does not run, has no balloon, or whose driver cannot bring the device up.
     pub fn load_driver(&self) -> Result<()> {
+        self.order(Order::Load)
+    }
+
+    /// Lets the guest's balloon driver go away, whatever it is doing: the device is reset, and the balloon is empty.
+    ///
+    /// # Errors
+    /// A guest that does not run or has no balloon.
+    pub fn unload_driver(&self) -> Result<()> {
+        self.order(Order::Unload)
+    }
+
+    /// Lets the guest's kernel move a page of the balloon elsewhere, as memory compaction does.
+    ///
+    /// # Errors
+    /// A guest that does not run, has no balloon or no driver for it, or a device that does not listen.
+    pub fn compact_balloon(&self) -> Result<()> {
+        self.order(Order::Compact)
+    }
+
+    fn order(&self, order: Order) -> Result<()> {
         let shared = self.shared();
         if shared.ports.is_none() {
-            return Err(Error::Config(
-                "the guest has no balloon to load a driver for".to_owned(),
-            ));
+            return Err(Error::Config("the guest has no balloon for a driver".to_owned()));
         }
         if !shared.platform.is_running() {
             return Err(Error::Paused);
         }
-        let (done, loaded) = mpsc::sync_channel(1);
-        shared.kernel().as_mut().ok_or(Error::NotRestored)?.load_driver(done);
+        let (done, obeyed) = mpsc::sync_channel(1);
+        shared.kernel().as_mut().ok_or(Error::NotRestored)?.order(order, done);
         shared.platform.poke();
-        loaded.recv_timeout(LOAD_TIMEOUT).unwrap_or(Err(Error::Paused))
+        obeyed.recv_timeout(ORDER_TIMEOUT).unwrap_or(Err(Error::Paused))
     }
 
     /// A page that the guest uses, as the table in its RAM says: for tests that break one.
@@ -251,6 +279,23 @@ impl SoftGuest {
         let frame = places.trees.used.next(&shared.ram, 0)?;
         let frame = frame.ok_or_else(|| Error::Corrupt("no page of RAM is in use".to_owned()))?;
         Ok(Pfn::of_address(frames.address(frame)?))
+    }
+
+    /// All pages that the guest uses, likewise.
+    ///
+    /// # Errors
+    /// RAM whose bookkeeping is broken.
+    pub fn used_pages(&self) -> Result<PageSet> {
+        let shared = self.shared();
+        let frames = Frames::new(&shared.config.layout);
+        let places = Places::new(&shared.config.layout, &frames)?;
+        let mut set = PageSet::empty(&shared.config.layout);
+        places.trees.used.for_each(&shared.ram, |frame| {
+            let pfn = Pfn::of_address(frames.address(frame)?);
+            set.insert_range(PageRange::between(pfn, Pfn(pfn.0 + 1)));
+            Ok(())
+        })?;
+        Ok(set)
     }
 
     /// Breaks a page: flips a byte of it, as a migration with a fault would. For tests.
@@ -327,7 +372,7 @@ fn device_thread(shared: &Shared) {
             continue;
         };
         for queue in (0..32).filter(|queue| rings >> queue & 1 == 1) {
-            ports.device.lock().notify(queue);
+            ports.hooks.kicked(&ports.device, &*ports.platform, queue);
         }
     }
 }

@@ -4,9 +4,10 @@ use crate::boot;
 use crate::check::{self, SelfCheck};
 use crate::config::GuestConfig;
 use crate::content::mix;
-use crate::driver::{Driver, Ports};
+use crate::driver::{Alive, Driver, Ports};
 use crate::mm::{Mm, MmState, Rng};
 use crate::platform::Irqs;
+use crate::quirks::Quirks;
 use crate::ram::Ram;
 use crate::workload::Share;
 use crate::{Error, Result};
@@ -31,6 +32,17 @@ struct State {
     irqs: Irqs,
 }
 
+/// What the kernel is told to do with its balloon driver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Order {
+    /// Load it, if it is not there.
+    Load,
+    /// Take it away, if it is there.
+    Unload,
+    /// Move a page of the balloon elsewhere.
+    Compact,
+}
+
 /// The kernel.
 pub(crate) struct Kernel {
     pub(crate) mm: Mm,
@@ -41,8 +53,10 @@ pub(crate) struct Kernel {
     base_pages: u64,
     ticks: u64,
     report_interval: Duration,
-    /// Somebody waits for the driver to be loaded.
-    load: Option<SyncSender<Result<()>>>,
+    /// For a driver that is loaded later.
+    quirks: Quirks,
+    /// Somebody waits for this to be done.
+    order: Option<(Order, SyncSender<Result<()>>)>,
     /// Why the guest has stopped for good.
     panic: Option<String>,
 }
@@ -51,7 +65,7 @@ impl Kernel {
     pub(crate) fn boot(config: &GuestConfig, ram: Ram, ports: Option<&Ports>) -> Result<Self> {
         let mut mm = boot::boot(config, ram)?;
         let driver = match ports.filter(|_| config.driver) {
-            Some(ports) => Some(Driver::probe(&mut mm, ports)?),
+            Some(ports) => Some(Driver::probe(&mut mm, ports, &config.quirks)?),
             None => None,
         };
         let base_pages = mm.used_pages;
@@ -63,7 +77,8 @@ impl Kernel {
             base_pages,
             ticks: 0,
             report_interval: config.report_interval,
-            load: None,
+            quirks: config.quirks.clone(),
+            order: None,
             panic: None,
         })
     }
@@ -93,29 +108,45 @@ impl Kernel {
         let Some(ports) = ports.filter(|_| vcpu == 0) else {
             return Ok(sleep);
         };
-        if let Some(waiting) = self.load.take() {
-            let done = self.probe(ports);
+        if let Some((order, waiting)) = self.order.take() {
+            let done = self.obey(order, ports);
             // Whoever asked may have given up waiting.
             let _ = waiting.send(done);
         }
         let Some(driver) = &mut self.driver else {
             return Ok(sleep);
         };
-        driver.interrupt(&mut self.mm, irqs, ports)?;
+        if driver.interrupt(&mut self.mm, irqs, ports)? == Alive::Gone {
+            self.unload(ports)?;
+            return Ok(sleep);
+        }
         let later = driver.step(&mut self.mm, ports, self.report_interval)?;
         Ok(later.map_or(sleep, |later| later.min(sleep)))
     }
 
-    fn probe(&mut self, ports: &Ports) -> Result<()> {
-        if self.driver.is_none() {
-            self.driver = Some(Driver::probe(&mut self.mm, ports)?);
+    fn obey(&mut self, order: Order, ports: &Ports) -> Result<()> {
+        match (order, &mut self.driver) {
+            (Order::Load, None) => {
+                self.driver = Some(Driver::probe(&mut self.mm, ports, &self.quirks)?);
+                Ok(())
+            }
+            (Order::Load, Some(_)) => Ok(()),
+            (Order::Unload, _) => self.unload(ports),
+            (Order::Compact, Some(driver)) => driver.compact(&mut self.mm, ports),
+            (Order::Compact, None) => Err(Error::Config("the guest has no balloon driver".to_owned())),
         }
-        Ok(())
     }
 
-    /// Loads the driver with the next slice of vCPU 0, and says so.
-    pub(crate) fn load_driver(&mut self, done: SyncSender<Result<()>>) {
-        self.load = Some(done);
+    fn unload(&mut self, ports: &Ports) -> Result<()> {
+        match self.driver.take() {
+            Some(driver) => driver.gone(&mut self.mm, ports),
+            None => Ok(()),
+        }
+    }
+
+    /// Does `order` with the next slice of vCPU 0, and says so.
+    pub(crate) fn order(&mut self, order: Order, done: SyncSender<Result<()>>) {
+        self.order = Some((order, done));
     }
 
     pub(crate) fn ticks(&self) -> u64 {
@@ -184,7 +215,8 @@ impl Kernel {
             base_pages,
             ticks: state.ticks,
             report_interval: config.report_interval,
-            load: None,
+            quirks: config.quirks.clone(),
+            order: None,
             panic: None,
         };
         Ok((kernel, state.irqs))

@@ -112,6 +112,16 @@ impl Mm {
         Ok(Some(frame))
     }
 
+    /// Allocates in one go what the next single pages would be, without taking anything back for it: the first frame and
+    /// the order.
+    pub(crate) fn alloc_some_noretry(&mut self, most: u64) -> Result<Option<(u64, u32)>> {
+        let Some((frame, order)) = self.buddy.alloc_some(&self.ram, most)? else {
+            return Ok(None);
+        };
+        self.allocated(frame, order)?;
+        Ok(Some((frame, order)))
+    }
+
     /// Allocates a block; takes hinted blocks back where there is no other memory, as Linux's shrinker does.
     pub(crate) fn alloc(&mut self, order: u32) -> Result<Option<u64>> {
         loop {
@@ -151,6 +161,17 @@ impl Mm {
             self.fill(frame, 1 << order, poison)?;
         }
         self.buddy.free(&self.ram, frame, order)
+    }
+
+    /// Frees `count` frames that follow each other, in the largest blocks that fit.
+    pub(crate) fn free_run(&mut self, frame: u64, count: u64) -> Result<()> {
+        let (mut at, end) = (frame, frame + count);
+        while at < end {
+            let order = at.trailing_zeros().min((end - at).ilog2()).min(MAX_ORDER);
+            self.free(at, order)?;
+            at += 1 << order;
+        }
+        Ok(())
     }
 
     /// What Linux calls "pagealloc: memory corruption": a free page that someone wrote.
@@ -277,6 +298,36 @@ impl Mm {
         }
         self.balloon_pages += 1;
         Ok(())
+    }
+
+    /// Notes an allocated block as being in the balloon.
+    pub(crate) fn enter_balloon_block(&mut self, frame: u64, order: u32) -> Result<()> {
+        let end = frame + (1 << order);
+        let mut at = frame;
+        while at < end {
+            let here = (64 - at % 64).min(end - at);
+            let mask = (u64::MAX >> (64 - here)) << (at % 64);
+            if !self.places.trees.balloon.insert_bits(&self.ram, at / 64 * 64, mask)? {
+                return Err(Error::Corrupt(format!(
+                    "a frame of the {here} from {at:#x} on is in the balloon twice"
+                )));
+            }
+            self.balloon_pages += here;
+            at += here;
+        }
+        Ok(())
+    }
+
+    /// Takes up to `most` pages out of the balloon's list, of one word of it; they stay allocated. The word's first frame,
+    /// and which of its 64.
+    pub(crate) fn leave_balloon_some(&mut self, most: u64) -> Result<Option<(u64, u64)>> {
+        let Some((first, word)) = self.places.trees.balloon.take_bits(&self.ram, most)? else {
+            return Ok(None);
+        };
+        let left = self.balloon_pages.checked_sub(u64::from(word.count_ones()));
+        self.balloon_pages =
+            left.ok_or_else(|| Error::Corrupt("there are more pages in the balloon than are counted".to_owned()))?;
+        Ok(Some((first, word)))
     }
 
     /// Takes a page out of the balloon's list; the page stays allocated.

@@ -6,25 +6,19 @@ mod common;
 use balloon::{Dialect, feature};
 use common::{Answers, ask, config, is_zero, start, wait_until};
 use pages::{Layout, PAGE_BYTES, PageRange, Pfn};
-use softguest::{GuestConfig, Workload, default_balloon};
+use softguest::{GuestConfig, Workload};
 use std::sync::Arc;
 use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
 
 fn of_dialect(dialect: Dialect, pages: u64) -> GuestConfig {
-    GuestConfig {
-        balloon: Some(default_balloon(dialect)),
-        ..config(pages)
-    }
+    config(pages).with_balloon(dialect)
 }
 
 fn with_features(features: u64, pages: u64) -> GuestConfig {
     GuestConfig {
-        balloon: Some(balloon::Config {
-            dialect: Dialect::Standard,
-            features,
-        }),
+        balloon: Some(balloon::Config::new(Dialect::Standard, features)),
         ..config(pages)
     }
 }
@@ -94,12 +88,11 @@ fn what_is_called_free_is_free_in_both_dialects() {
             .unwrap(),
         );
         let guest = start(GuestConfig {
-            balloon: Some(default_balloon(dialect)),
             used_bytes: 20 * MIB,
             // A few single pages: more of them, and no block of the largest order is free.
             scatter: 0.002,
             aged_bytes: 16 * MIB,
-            ..GuestConfig::new(Arc::clone(&layout))
+            ..GuestConfig::new(Arc::clone(&layout)).with_balloon(dialect)
         });
         let mut parts = guest.parts();
         let before = guest.self_check().unwrap();
@@ -312,9 +305,8 @@ fn a_guest_short_of_memory_takes_hinted_blocks_back_early() {
 fn forty_gib_are_answered_in_two_windows() {
     let layout = Arc::new(Layout::flat(40 << 18).unwrap());
     let guest = start(GuestConfig {
-        balloon: Some(default_balloon(Dialect::Bitmap)),
         used_bytes: 16 * MIB,
-        ..GuestConfig::new(Arc::clone(&layout))
+        ..GuestConfig::new(Arc::clone(&layout)).with_balloon(Dialect::Bitmap)
     });
     let mut parts = guest.parts();
     for session in 1..4 {
@@ -334,9 +326,8 @@ fn an_answer_of_more_windows_than_the_queue_holds_does_not_harm_the_guest() {
     let range = |start, pages| PageRange::new(Pfn(start), pages).unwrap();
     let layout = Arc::new(Layout::new(vec![range(0, 16_384), range(1 << 30, 8192)]).unwrap());
     let guest = start(GuestConfig {
-        balloon: Some(default_balloon(Dialect::Bitmap)),
         workload: Workload::Churn { pages_per_s: 20_000 },
-        ..GuestConfig::new(layout)
+        ..GuestConfig::new(layout).with_balloon(Dialect::Bitmap)
     });
     let mut parts = guest.parts();
     let answers = Arc::new(Answers::default());

@@ -31,8 +31,7 @@ fn an_idle_fresh_guest_holds_little_more_than_it_uses_whatever_its_size() {
 fn asking_a_guest_of_the_bitmap_dialect_touches_none_of_its_free_memory() {
     let guest = start(GuestConfig {
         used_bytes: 16 * MIB,
-        balloon: Some(softguest::default_balloon(balloon::Dialect::Bitmap)),
-        ..config(8 << 18)
+        ..config(8 << 18).with_balloon(balloon::Dialect::Bitmap)
     });
     let mut parts = guest.parts();
     let before = parts.ram.present().unwrap().count();

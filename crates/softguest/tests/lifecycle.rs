@@ -9,7 +9,7 @@ use machine::{DirtyTracker, FreePages, GuestRam, Machine, MachineState};
 use memory::trackers::UffdTracker;
 use memory::{Backing, GuestMemory};
 use pages::{Layout, PAGE_BYTES, PageRange, PageSet, Pfn};
-use softguest::{Error, GuestConfig, SoftGuest, Workload, default_balloon};
+use softguest::{Error, GuestConfig, SoftGuest, Workload};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -163,8 +163,7 @@ fn ram_of_an_older_moment_is_noticed_though_it_agrees_with_itself() {
 #[test]
 fn a_request_that_the_guest_has_not_seen_at_the_pause_is_answered_at_the_destination() {
     let guest = start(GuestConfig {
-        balloon: Some(default_balloon(Dialect::Bitmap)),
-        ..config(8192)
+        ..config(8192).with_balloon(Dialect::Bitmap)
     });
     let mut parts = guest.parts();
     let layout = Arc::clone(parts.ram.layout());
@@ -213,8 +212,7 @@ fn case_16_a_driver_that_comes_in_the_middle_of_a_migration_is_served() {
         let guest = start(GuestConfig {
             driver: false,
             workload: IDLE,
-            balloon: Some(default_balloon(dialect)),
-            ..config(8192)
+            ..config(8192).with_balloon(dialect)
         });
         let mut parts = guest.parts();
         let layout = Arc::clone(parts.ram.layout());
@@ -328,8 +326,7 @@ fn a_guest_arrives_whole_and_goes_on() {
             scatter: 0.3,
             used_bytes: 12 * MIB,
             aged_bytes: 24 * MIB,
-            balloon: Some(default_balloon(dialect)),
-            ..config(16384 + 3)
+            ..config(16384 + 3).with_balloon(dialect)
         });
         let mut tracker = UffdTracker::new(guest.ram()).unwrap();
         let there = migrate(&guest, &mut tracker);

@@ -16,77 +16,25 @@
 //! - Request ids are 1 to 2^32 - 1 (a 32-bit guest truncates) and are never used twice; 0 is what inflate headers say.
 //! - A guest of the other byte order echoes the id swapped, and is refused by that.
 
+use super::bitmap::{HEADER, Header};
 use crate::counters::Tally;
 use crate::queue::{Broken, Chain, Fate, Segment, VirtQueue};
 use crate::session::Outlet;
+use crate::window::MOST_WINDOW;
 use crate::{Error, Result};
 use machine::AnswerSink;
-use pages::{Layout, PAGE_SHIFT, PageRange, PageSet, Pfn};
+use pages::{Layout, PageRange, PageSet, Pfn};
 use std::sync::Arc;
 use vm_memory::{Bytes, GuestAddress, GuestMemory};
 
-/// Bytes of a bitmap header.
-const HEADER: usize = 32;
-
-/// The longest bitmap: a window of 32 GiB.
-const MOST_BITMAP: usize = 1 << 20;
-
 /// Bytes of a request.
 const REQUEST: usize = 16;
-
-/// GET_FREE_PAGES, the only request.
-const GET_FREE_PAGES: u16 = 0;
 
 /// More windows follow.
 const CONT: u16 = 0;
 
 /// The last window.
 const DONE: u16 = 1;
-
-/// What stands in front of a bitmap.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Header {
-    cmd: u16,
-    page_shift: u16,
-    flag: u16,
-    reserved: u16,
-    req_id: u64,
-    start_pfn: u64,
-    bmap_len: u64,
-}
-
-impl Header {
-    fn parse(bytes: &[u8]) -> Option<Self> {
-        let half = |at: usize| Some(u16::from_le_bytes(bytes.get(at..at + 2)?.try_into().ok()?));
-        let long = |at: usize| Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?));
-        Some(Header {
-            cmd: half(0)?,
-            page_shift: half(2)?,
-            flag: half(4)?,
-            reserved: half(6)?,
-            req_id: long(8)?,
-            start_pfn: long(16)?,
-            bmap_len: long(24)?,
-        })
-    }
-
-    /// What makes it unbelievable, in a buffer with `present` bytes after the header.
-    fn fault(&self, present: u64) -> Option<&'static str> {
-        if self.cmd != GET_FREE_PAGES || self.reserved != 0 || u32::from(self.page_shift) != PAGE_SHIFT {
-            Some("its cmd, page shift or reserved field is not what it must be")
-        } else if self.flag != CONT && self.flag != DONE {
-            Some("its flag is neither CONT nor DONE")
-        } else if self.bmap_len != present {
-            Some("its bitmap length is not that of the buffer")
-        } else if self.bmap_len > MOST_BITMAP as u64 {
-            Some("its window is longer than 32 GiB")
-        } else if !self.start_pfn.is_multiple_of(64) {
-            Some("its first page is not at a multiple of 64")
-        } else {
-            None
-        }
-    }
-}
 
 /// A request buffer that the guest keeps posted.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -281,8 +229,10 @@ impl Misc {
             return tally.malformed("an answer does not lie in guest memory or is shorter than its header");
         };
         if let Some(why) = header.fault(chain.readable_bytes() - HEADER as u64) {
-            tally.malformed(why);
-            return;
+            return tally.malformed(why);
+        }
+        if header.flag != CONT && header.flag != DONE {
+            return tally.malformed("its flag is neither CONT nor DONE");
         }
         let issued = u64::from(self.issued);
         let Some(open) = self
@@ -296,7 +246,7 @@ impl Misc {
             return tally.malformed("a bitmap of a request that was never made");
         };
         // The bitmap, once and in whole; then the header again, for a window that was overwritten meanwhile.
-        let read = chain.gather(mem, HEADER as u64, MOST_BITMAP, &mut self.bytes);
+        let read = chain.gather(mem, HEADER as u64, MOST_WINDOW, &mut self.bytes);
         let mut again = Vec::new();
         let torn = chain.gather(mem, 0, HEADER, &mut again).is_err() || Header::parse(&again) != Some(header);
         let stuck = header.flag == CONT && header.bmap_len == 0;

@@ -5,18 +5,23 @@
 //! | `standard`: features, queue numbers | [`standard`] |
 //! | `standard`: asking (FREE_PAGE_HINT) | [`hinting`] |
 //! | `standard`: free page reporting | [`reporting`] |
-//! | `bitmap`: features, queue numbers | [`bitmap`] |
+//! | `bitmap`: features, queue numbers, buffers | [`bitmap`] |
 //! | `bitmap`: asking (MISC_VQ) | [`misc`] |
+//! | `bitmap-rfc`: features, queue numbers, buffers | [`bitmap_rfc`] |
 //!
-//! `bitmap-rfc` is known by name and refused by the device.
+//! What the dialects share is above: arrays of page frame numbers and the balloon's pages (`inflate`), buffers that carry
+//! a bitmap (`window`), statistics (`stats`).
 
 pub(crate) mod bitmap;
+pub(crate) mod bitmap_rfc;
 pub(crate) mod hinting;
 pub(crate) mod misc;
 pub(crate) mod reporting;
 pub(crate) mod standard;
 
-use crate::Error;
+use crate::window::Form;
+use crate::{Error, feature};
+use pages::Layout;
 use std::fmt;
 use std::str::FromStr;
 
@@ -58,12 +63,22 @@ impl Dialect {
         }
     }
 
-    /// The bits that a device of this dialect may offer; `None` where the dialect is not served.
-    pub(crate) fn offerable(self) -> Option<u64> {
+    /// The bits that a device of this dialect may offer.
+    pub(crate) fn offerable(self) -> u64 {
         match self {
-            Dialect::Standard => Some(standard::OFFERABLE),
-            Dialect::Bitmap => Some(bitmap::OFFERABLE),
-            Dialect::BitmapRfc => None,
+            Dialect::Standard => standard::OFFERABLE,
+            Dialect::Bitmap => bitmap::OFFERABLE,
+            Dialect::BitmapRfc => bitmap_rfc::OFFERABLE,
+        }
+    }
+
+    /// How inflate and deflate buffers carry bitmaps, given the features in use; `None` where they carry arrays.
+    pub(crate) fn form(self, features: u64, layout: &Layout) -> Option<Form> {
+        let bitmaps = features & feature::PAGE_BITMAP != 0;
+        match self {
+            Dialect::Bitmap if bitmaps => Some(bitmap::form()),
+            Dialect::BitmapRfc if bitmaps => Some(bitmap_rfc::form(layout)),
+            _ => None,
         }
     }
 
@@ -72,7 +87,7 @@ impl Dialect {
         match self {
             Dialect::Standard => standard::QUEUES,
             Dialect::Bitmap => bitmap::QUEUES,
-            Dialect::BitmapRfc => 2,
+            Dialect::BitmapRfc => bitmap_rfc::QUEUES,
         }
     }
 
@@ -81,7 +96,7 @@ impl Dialect {
         match self {
             Dialect::Standard => standard::roles(features),
             Dialect::Bitmap => bitmap::roles(features),
-            Dialect::BitmapRfc => vec![Some(Role::Inflate), Some(Role::Deflate)],
+            Dialect::BitmapRfc => bitmap_rfc::roles(features),
         }
     }
 }

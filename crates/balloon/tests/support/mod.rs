@@ -168,15 +168,20 @@ pub(crate) fn flat() -> Arc<Layout> {
 }
 
 impl Rig {
-    /// A device that offers `features` and that no driver has touched.
+    /// A device that offers `features` and that no driver has touched, with the dialect's usual policy for discarding.
     pub(crate) fn cold(dialect: Dialect, features: u64, layout: Arc<Layout>, granule: u64) -> Self {
+        Rig::configured(Config::new(dialect, features), layout, granule)
+    }
+
+    /// A device that no driver has touched.
+    pub(crate) fn configured(config: Config, layout: Arc<Layout>, granule: u64) -> Self {
         let (mem, irqs) = (memory(), Arc::new(Irqs::default()));
         let discards = Arc::new(Discards {
             granule,
             calls: Mutex::default(),
         });
         let device = Balloon::new(
-            Config { dialect, features },
+            config,
             Arc::clone(&layout),
             Arc::clone(&mem),
             Arc::clone(&irqs) as Arc<dyn Interrupts>,
@@ -231,6 +236,24 @@ impl Rig {
         self.send(queue, &[(BUFFERS, bytes.len() as u32, false)])
     }
 
+    /// Sends a bitmap as the device's dialect has it, in one descriptor.
+    pub(crate) fn send_bitmap(&mut self, queue: usize, start: u64, bitmap: &[u8]) -> Vec<(u32, u32)> {
+        let all = bitmap_buffer(self.device.lock().config().dialect, start, bitmap);
+        self.write(BUFFERS, &all);
+        self.send(queue, &[(BUFFERS, all.len() as u32, false)])
+    }
+
+    /// Sends the pages of `ranges` as the posts' drivers do: from the lowest page, rounded down to a multiple of 64, to
+    /// the highest, rounded up, so that a last page at a multiple of 64 is left out, and alone sends nothing.
+    pub(crate) fn send_pages(&mut self, queue: usize, ranges: &[PageRange]) {
+        let first = ranges.iter().map(|r| r.start().0).min().unwrap();
+        let last = ranges.iter().map(|r| r.end().0 - 1).max().unwrap();
+        let (start, end) = (first - first % 64, last.next_multiple_of(64));
+        if start < end {
+            self.send_bitmap(queue, start, &bits(start, (end - start) as usize / 8, ranges));
+        }
+    }
+
     /// Sends a 4-byte command.
     pub(crate) fn command(&mut self, queue: usize, id: u32) -> Vec<(u32, u32)> {
         self.write(BUFFERS, &id.to_le_bytes());
@@ -251,6 +274,32 @@ impl Rig {
     pub(crate) fn ballooned(&self) -> Vec<PageRange> {
         self.device.lock().ballooned().runs().collect()
     }
+}
+
+/// The bytes of an inflate or deflate buffer of a bitmap dialect.
+pub(crate) fn bitmap_buffer(dialect: Dialect, start: u64, bitmap: &[u8]) -> Vec<u8> {
+    let mut all = match dialect {
+        Dialect::Bitmap => vec![0, 0, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+        _ => vec![0; 8],
+    };
+    all.extend(start.to_le_bytes());
+    if dialect == Dialect::BitmapRfc {
+        all.extend(12u32.to_le_bytes());
+    }
+    all.extend((bitmap.len() as u64).to_le_bytes());
+    all.extend(bitmap);
+    all
+}
+
+/// A bitmap of `len` bytes from page `start` on, in which the pages of `ranges` are set.
+pub(crate) fn bits(start: u64, len: usize, ranges: &[PageRange]) -> Vec<u8> {
+    let mut bitmap = vec![0u8; len];
+    for page in ranges.iter().flat_map(|r| r.start().0..r.end().0) {
+        if let Some(byte) = bitmap.get_mut((page - start) as usize / 8) {
+            *byte |= 1 << ((page - start) % 8);
+        }
+    }
+    bitmap
 }
 
 /// Collects what a session's sink is given.

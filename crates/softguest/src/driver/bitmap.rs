@@ -1,30 +1,39 @@
 //! The misc queue of the `bitmap` dialect, as the patches of June 2016 have it: the driver keeps a request buffer of 16
 //! bytes posted, and answers a request for free pages with one bitmap a window.
 //!
-//! It looks at the allocator's free lists and neither allocates nor touches what is free. Faithful down to the quirks: a
-//! callback takes one completion; a request is told from a used answer by its length of 16; all windows go through one
-//! buffer; the last partial byte of the last bitmap is dropped.
+//! It looks at the allocator's free lists and neither allocates nor touches what is free. Faithful down to the quirks
+//! ([`Quirks`]): a callback takes one completion; a request is told from a used answer by its length of 16; all windows go
+//! through one buffer; the last partial byte of the last bitmap is dropped.
 
 use super::Ports;
+use super::page_bitmap::{Bits, CONT, DONE, HEADER_BYTES, Header};
 use super::virtqueue::{Buffer, Virtqueue};
 use crate::frames::WINDOW_PAGES;
 use crate::mm::Mm;
+use crate::quirks::Quirks;
 use crate::{Error, Result};
 use pages::Pfn;
 use serde::{Deserialize, Serialize};
 
 const REQUEST_BYTES: u32 = 16;
-const HEADER_BYTES: u64 = 32;
-/// A bit stands for a page of 4 KiB.
-const BITMAP_SHIFT: u16 = 12;
 const GET_FREE_PAGES: u16 = 0;
-const CONT: u16 = 0;
-const DONE: u16 = 1;
+
+/// Pages that are added while a request is answered ([`Quirks::memory_grows`]).
+const GROWN: u64 = WINDOW_PAGES;
 
 /// The misc queue.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Misc {
     queue: Virtqueue,
+}
+
+/// Whether the driver is still there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub(crate) enum Alive {
+    Yes,
+    /// It has gone away in the middle of something.
+    Gone,
 }
 
 impl Misc {
@@ -60,79 +69,108 @@ impl Misc {
         self.queue.add(mm, &[buffer])
     }
 
-    /// One callback: takes one completion, and answers it if it is a request.
-    pub(crate) fn completed(&mut self, mm: &Mm, ports: &Ports) -> Result<()> {
-        if self.queue.take_used(mm)? != Some(REQUEST_BYTES) {
-            return Ok(());
+    /// Takes interrupts, as many as there were: a callback each, which takes one completion, or all.
+    pub(crate) fn interrupts(&mut self, mm: &Mm, ports: &Ports, quirks: &Quirks, raised: u32) -> Result<Alive> {
+        let callbacks = if quirks.interrupts_merge { raised.min(1) } else { raised };
+        for _ in 0..callbacks {
+            while let Some(len) = self.queue.take_used(mm)? {
+                if self.completed(mm, ports, quirks, len)? == Alive::Gone {
+                    return Ok(Alive::Gone);
+                }
+                if quirks.takes_one_completion {
+                    break;
+                }
+            }
+        }
+        Ok(Alive::Yes)
+    }
+
+    /// A completion with `len` bytes written: answers it if it is a request.
+    fn completed(&mut self, mm: &Mm, ports: &Ports, quirks: &Quirks, len: u32) -> Result<Alive> {
+        if len != REQUEST_BYTES {
+            return Ok(Alive::Yes);
         }
         let mut request = [0; REQUEST_BYTES as usize];
         mm.ram.read(mm.places.request, &mut request)?;
         if u16::from_le_bytes([request[0], request[1]]) != GET_FREE_PAGES {
-            return Ok(());
+            return Ok(Alive::Yes);
         }
         let mut id = [0; 8];
         id.copy_from_slice(&request[8..]);
-        self.answer(mm, ports, u64::from_le_bytes(id))?;
+        let id = if quirks.big_endian {
+            u64::from_be_bytes(id)
+        } else {
+            u64::from_le_bytes(id)
+        };
+        if self.answer(mm, ports, quirks, id)? == Alive::Gone {
+            return Ok(Alive::Gone);
+        }
         // An answer of more windows than the queue has entries leaves no room: its buffers come back one a callback. The
         // patch ignores that. The request is then never posted again, and the next question goes unanswered.
         if self.post(mm)? {
             ports.kick(self.queue.index());
         }
-        Ok(())
+        Ok(Alive::Yes)
     }
 
-    fn answer(&mut self, mm: &Mm, ports: &Ports, id: u64) -> Result<()> {
+    fn answer(&mut self, mm: &Mm, ports: &Ports, quirks: &Quirks, id: u64) -> Result<Alive> {
         let max_pfn = mm.frames.end().0;
         let limit = max_pfn.min(WINDOW_PAGES);
-        let mut start = 0;
+        // What the kernel says when it is asked again for each window.
+        let max_pfn_now = max_pfn + if quirks.memory_grows { GROWN } else { 0 };
+        let (mut start, mut windows) = (0, 0);
         while start < max_pfn {
-            let last = start + limit >= max_pfn;
-            let covered = limit.min(max_pfn - start);
-            let bitmap = free_bitmap(mm, start, covered)?;
-            let len = covered / 8;
-            let mut header = Vec::new();
-            header.extend(GET_FREE_PAGES.to_le_bytes());
-            header.extend(BITMAP_SHIFT.to_le_bytes());
-            header.extend(if last { DONE } else { CONT }.to_le_bytes());
-            header.extend(0u16.to_le_bytes());
-            header.extend(id.to_le_bytes());
-            header.extend(start.to_le_bytes());
-            header.extend(len.to_le_bytes());
-            mm.ram.write(mm.places.bitmap, &header)?;
-            mm.ram.write(mm.places.bitmap + HEADER_BYTES, &bitmap)?;
-            let buffer = Buffer {
-                address: mm.places.bitmap,
-                len: u32::try_from(HEADER_BYTES + len).unwrap_or(u32::MAX),
-                writable: false,
+            if quirks.vanishes_after_windows.is_some_and(|most| windows >= most) {
+                return Ok(Alive::Gone);
+            }
+            let last = start + limit >= max_pfn_now;
+            let covered = if last { limit.min(max_pfn - start) } else { limit };
+            let len = if quirks.drops_partial_byte {
+                covered / 8
+            } else {
+                covered.div_ceil(8)
             };
+            let bits = free_bits(mm, start, covered, quirks)?;
+            let header = Header {
+                flag: Some(if last { DONE } else { CONT }),
+                req_id: id,
+                start_pfn: start,
+                bmap_len: len,
+            };
+            header.write(mm)?;
+            let bytes = bits.bytes(start, len, quirks.big_endian);
+            mm.ram.write(mm.places.bitmap + HEADER_BYTES, &bytes)?;
             // The patch ignores a full queue too.
-            self.queue.add(mm, &[buffer])?;
-            ports.kick_and_wait(self.queue.index());
+            self.queue.add(mm, &[header.buffer(mm)])?;
+            if !quirks.tears_windows {
+                ports.kick_and_wait(self.queue.index());
+            }
             start += limit;
+            windows += 1;
         }
-        Ok(())
+        if quirks.tears_windows {
+            ports.kick_and_wait(self.queue.index());
+        }
+        // Gone after all of them is gone in the middle too: the request buffer is not posted again.
+        Ok(match quirks.vanishes_after_windows {
+            Some(_) => Alive::Gone,
+            None => Alive::Yes,
+        })
     }
 }
 
-/// The free pages among `count` from `start` on, bit by bit, in whole words.
-fn free_bitmap(mm: &Mm, start: u64, count: u64) -> Result<Vec<u8>> {
-    let words = usize::try_from(count.div_ceil(64)).unwrap_or(0);
-    let mut bits = vec![0u64; words];
+/// The free pages among `count` from `start` on.
+fn free_bits(mm: &Mm, start: u64, count: u64, quirks: &Quirks) -> Result<Bits> {
+    let mut bits = Bits::new(start, count);
     mm.buddy.for_each_free(&mm.ram, |frame, order| {
         let pfn = Pfn::of_address(mm.frames.address(frame)?).0;
-        if pfn < start || pfn >= start + count {
-            return Ok(());
-        }
-        let (mut at, end) = (pfn - start, (pfn - start + (1 << order)).min(count));
-        while at < end {
-            let here = (64 - at % 64).min(end - at);
-            let mask = (u64::MAX >> (64 - here)) << (at % 64);
-            if let Some(word) = usize::try_from(at / 64).ok().and_then(|i| bits.get_mut(i)) {
-                *word |= mask;
-            }
-            at += here;
+        if pfn >= start && pfn < start + count {
+            bits.insert(pfn, (1 << order).min(start + count - pfn));
         }
         Ok(())
     })?;
-    Ok(bits.into_iter().flat_map(u64::to_le_bytes).collect())
+    if let Some(lie) = quirks.lies_about {
+        bits.insert(lie.start().0, lie.count());
+    }
+    Ok(bits)
 }

@@ -7,25 +7,29 @@
 
 mod bitmap;
 mod inflate;
+mod page_bitmap;
 mod reporting;
 mod standard;
 mod stats;
 mod virtqueue;
 
 use crate::frames::{QUEUE_SIZE, QUEUES};
+use crate::hooks::{Hooks, Work};
 use crate::mm::Mm;
 use crate::platform::{Irqs, Platform};
+use crate::quirks::Quirks;
 use crate::ram::Ram;
 use crate::{Error, Result};
 use balloon::{Dialect, QueueConfig, SharedBalloon, feature};
+pub(crate) use bitmap::Alive;
 use bitmap::Misc;
-use inflate::Transfer;
+use inflate::{Manner, Transfer};
 use reporting::Reporting;
 use serde::{Deserialize, Serialize};
 use standard::Hinting;
 use stats::Statistics;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Offsets in the configuration space.
 const NUM_PAGES: u64 = 0;
@@ -38,6 +42,7 @@ const POISON_VAL: u64 = 12;
 pub(crate) struct Ports {
     pub(crate) device: SharedBalloon<Ram>,
     pub(crate) platform: Arc<Platform>,
+    pub(crate) hooks: Arc<dyn Hooks>,
 }
 
 impl Ports {
@@ -49,6 +54,14 @@ impl Ports {
 
     fn set_config(&self, offset: u64, value: u32) {
         self.device.lock().write_config(offset, &value.to_le_bytes());
+    }
+
+    /// Does `act`, and says how long it took.
+    fn timed<T>(&self, work: Work, act: impl FnOnce() -> T) -> T {
+        let began = Instant::now();
+        let done = act();
+        self.hooks.worked(work, began.elapsed());
+        done
     }
 
     /// Rings, and goes on at once: an ioeventfd.
@@ -130,8 +143,18 @@ fn wanted(dialect: Dialect, poisons: bool) -> u64 {
             let poison = if poisons { feature::PAGE_POISON } else { 0 };
             common | feature::FREE_PAGE_HINT | feature::REPORTING | poison
         }
-        Dialect::Bitmap => common | feature::MISC_VQ,
-        Dialect::BitmapRfc => common,
+        Dialect::Bitmap => common | feature::PAGE_BITMAP | feature::MISC_VQ,
+        Dialect::BitmapRfc => common | feature::PAGE_BITMAP,
+    }
+}
+
+/// What the driver goes by of the features that it acknowledged: without memory for a bitmap it forgets those that need one,
+/// and the device does not hear of it (quirk 12).
+fn own(dialect: Dialect, features: u64, quirks: &Quirks) -> u64 {
+    if quirks.has_no_bitmap && dialect != Dialect::Standard {
+        features & !(feature::PAGE_BITMAP | feature::MISC_VQ)
+    } else {
+        features
     }
 }
 
@@ -144,35 +167,48 @@ pub(crate) struct Driver {
     hints: Option<Hinting>,
     reports: Option<Reporting>,
     misc: Option<Misc>,
+    quirks: Quirks,
 }
 
 impl Driver {
     /// Brings the device up: features, queues, first buffers, DRIVER_OK.
-    pub(crate) fn probe(mm: &mut Mm, ports: &Ports) -> Result<Self> {
-        let (features, plan) = {
+    pub(crate) fn probe(mm: &mut Mm, ports: &Ports, quirks: &Quirks) -> Result<Self> {
+        let (dialect, features) = {
             let mut device = ports.device.lock();
             let dialect = device.config().dialect;
             let features = device.device_features() & wanted(dialect, mm.poison.is_some());
             device.ack_features(features)?;
-            (features, Plan::new(dialect, features))
+            (dialect, features)
         };
+        let own = own(dialect, features, quirks);
+        let plan = Plan::new(dialect, own);
+        for index in 0..plan.queues {
+            virtqueue::clear(mm, index)?;
+        }
         let mut driver = Driver {
             features,
-            pages: Transfer::new(),
+            pages: Transfer::new(Manner::new(dialect, own)),
             stats: plan.stats.map(Statistics::new),
             hints: plan.hints.map(Hinting::new),
             reports: plan.reports.map(Reporting::new),
             misc: plan.misc.map(Misc::new),
+            quirks: quirks.clone(),
         };
         // The request buffer is there before DRIVER_OK, the kick for it comes after; the rest waits for DRIVER_OK.
-        if let Some(misc) = &mut driver.misc {
+        let early = quirks.queues_before_driver_ok;
+        if let Some(misc) = driver.misc.as_mut().filter(|_| early) {
             misc.probe(mm)?;
         }
-        if let (true, Some(poison)) = (features & feature::PAGE_POISON != 0, mm.poison) {
+        let poisons = dialect == Dialect::Standard && features & feature::PAGE_POISON != 0;
+        if let (true, Some(poison)) = (poisons, mm.poison) {
             ports.set_config(POISON_VAL, u32::from_le_bytes([poison; 4]));
         }
         let queues: Vec<QueueConfig> = (0..plan.queues).map(|index| queue_config(mm, index)).collect();
         ports.device.lock().activate(&queues)?;
+        if let Some(misc) = driver.misc.as_mut().filter(|_| !early) {
+            misc.probe(mm)?;
+            ports.kick(misc.index());
+        }
         if let Some(stats) = &mut driver.stats {
             stats.post(mm, features, ports)?;
         }
@@ -180,8 +216,8 @@ impl Driver {
         Ok(driver)
     }
 
-    /// Takes interrupts.
-    pub(crate) fn interrupt(&mut self, mm: &mut Mm, irqs: &Irqs, ports: &Ports) -> Result<()> {
+    /// Takes interrupts. Whether the driver is still there.
+    pub(crate) fn interrupt(&mut self, mm: &mut Mm, irqs: &Irqs, ports: &Ports) -> Result<Alive> {
         if irqs.config {
             self.pages.configured(ports);
             if let Some(hints) = &mut self.hints {
@@ -191,17 +227,31 @@ impl Driver {
         if let Some(stats) = &mut self.stats {
             stats.completed(mm, self.features, ports)?;
         }
-        if let Some(misc) = &mut self.misc {
-            for _ in 0..count(irqs, misc.index()) {
-                misc.completed(mm, ports)?;
+        match &mut self.misc {
+            Some(misc) => {
+                let raised = count(irqs, misc.index());
+                misc.interrupts(mm, ports, &self.quirks, raised)
             }
+            None => Ok(Alive::Yes),
         }
-        Ok(())
+    }
+
+    /// The driver goes away, in the middle of whatever it does: the device is reset, and all that it had is the guest's.
+    pub(crate) fn gone(self, mm: &mut Mm, ports: &Ports) -> Result<()> {
+        ports.device.lock().reset();
+        self.pages.gone(mm)?;
+        mm.release_held(u64::MAX)?;
+        self.reports.map_or(Ok(()), |reports| reports.gone(mm))
+    }
+
+    /// The kernel moves a page of the balloon.
+    pub(crate) fn compact(&mut self, mm: &mut Mm, ports: &Ports) -> Result<()> {
+        self.pages.compact(mm, ports, &self.quirks)
     }
 
     /// Goes on with whatever is under way.
     pub(crate) fn step(&mut self, mm: &mut Mm, ports: &Ports, report_interval: Duration) -> Result<Later> {
-        let mut later = self.pages.step(mm, ports)?;
+        let mut later = self.pages.step(mm, ports, &self.quirks)?;
         if let Some(hints) = &mut self.hints {
             later = sooner(later, hints.step(mm, ports)?);
         }
@@ -234,16 +284,26 @@ impl Driver {
             misc: self.misc.as_ref().map(Misc::index),
             queues: 0,
         };
+        let lie = self.quirks.lies_about;
+        if lie.is_some_and(|lie| {
+            lie.start()
+                .0
+                .checked_add(lie.count())
+                .is_none_or(|end| end > mm.frames.end().0)
+        }) {
+            return Err(Error::State("the driver lies about pages that are not RAM".to_owned()));
+        }
+        let own = own(config.dialect, self.features, &self.quirks);
         let should = Plan {
             queues: 0,
-            ..Plan::new(config.dialect, self.features)
+            ..Plan::new(config.dialect, own)
         };
         if is != should {
             return Err(Error::State(format!(
                 "the driver's queues are {is:?}, its features give {should:?}"
             )));
         }
-        self.pages.check(mm)?;
+        self.pages.check(mm, Manner::new(config.dialect, own))?;
         let queues = [
             self.stats.as_mut().map(Statistics::queue),
             self.hints.as_mut().map(Hinting::queue),

@@ -106,6 +106,11 @@ impl Reporting {
         Ok(())
     }
 
+    /// The driver goes: what was on its way is the guest's.
+    pub(crate) fn gone(mut self, mm: &mut Mm) -> Result<()> {
+        self.put_back(mm)
+    }
+
     pub(crate) fn in_flight(&self) -> impl Iterator<Item = (u64, u32)> + '_ {
         self.reported.iter().copied()
     }

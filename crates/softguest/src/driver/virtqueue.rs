@@ -24,6 +24,18 @@ pub(crate) struct Buffer {
     pub(crate) writable: bool,
 }
 
+/// Sets the rings of queue `index` to what a device expects that starts: another driver may have been there.
+pub(crate) fn clear(mm: &Mm, index: u16) -> Result<()> {
+    let base = mm.places.queues[usize::from(index) % QUEUES];
+    for ring in [base + AVAIL, base + USED] {
+        // Written only where it is not so: the rings of a guest that boots are untouched memory.
+        if mm.ram.load_u16(ring + 2)? != 0 {
+            mm.ram.store_u16(ring + 2, 0)?;
+        }
+    }
+    Ok(())
+}
+
 /// One queue.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Virtqueue {

@@ -89,6 +89,9 @@ pub(crate) fn migrate(source: &SoftGuest, tracker: &mut dyn DirtyTracker) -> Sof
     if parts.free_pages.can_ask().is_ok() {
         pending.subtract(&ask(&mut *parts.free_pages, 1, &layout));
     }
+    if let Some(ballooned) = parts.free_pages.ballooned() {
+        pending.subtract(&ballooned);
+    }
     copy(&parts.ram, &target, &pending);
     parts.free_pages.end(1).unwrap();
     for _ in 0..2 {

@@ -151,10 +151,7 @@ fn case_47_statistics_are_fresh_before_and_after_a_move() {
 
 #[test]
 fn the_bitmap_dialect_is_served_before_the_kick_returns() {
-    let config = Some(Config {
-        dialect: Dialect::Bitmap,
-        features: feature::MISC_VQ,
-    });
+    let config = Some(Config::new(Dialect::Bitmap, feature::MISC_VQ));
     let rig = Rig::new(config);
     let (device, mut rings) = (rig.device(0), Ring::all(4));
     device.probe(feature::MISC_VQ, &rings.iter().collect::<Vec<_>>());

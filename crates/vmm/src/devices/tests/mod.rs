@@ -91,10 +91,7 @@ fn ram() -> Arc<GuestMemory> {
 }
 
 fn standard(features: u64) -> Option<Config> {
-    Some(Config {
-        dialect: Dialect::Standard,
-        features,
-    })
+    Some(Config::new(Dialect::Standard, features))
 }
 
 /// A board, what it is wired to, and the guest's hand.

@@ -35,10 +35,7 @@ fn every_queue_has_a_doorbell_but_in_the_bitmap_dialect() {
     let mut expected: Vec<_> = (0..5).map(|queue| (notify(0), queue)).collect();
     expected.push((notify(1), 0));
     assert_eq!(bells, expected);
-    let bitmap = Rig::new(Some(Config {
-        dialect: Dialect::Bitmap,
-        features: feature::MISC_VQ,
-    }));
+    let bitmap = Rig::new(Some(Config::new(Dialect::Bitmap, feature::MISC_VQ)));
     let bells: Vec<_> = bitmap.wires.bells.lock().unwrap().keys().copied().collect();
     assert_eq!(bells, [(notify(1), 0)], "served before the vCPU runs on");
 }

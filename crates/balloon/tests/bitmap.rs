@@ -1,0 +1,614 @@
+//! Inflating and deflating by page bitmaps, in both dialects that have them. The quirks' numbers are those of the
+//! dialects' documentation; those of the misc queue are in `misc.rs`.
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
+
+mod support;
+
+use balloon::Dialect::{self, Bitmap, BitmapRfc};
+use balloon::DiscardPolicy::{AtOnce, MarkOnly};
+use balloon::{Config, DiscardPolicy, feature::*};
+use machine::{Answer, FreePages};
+use pages::{Layout, PageRange};
+use std::sync::Arc;
+use support::*;
+use vm_memory::{Bytes, GuestAddress};
+
+const BOTH: [Dialect; 2] = [Bitmap, BitmapRfc];
+const FEATURES: u64 = PAGE_BITMAP | MUST_TELL_HOST | STATS_VQ;
+
+/// A driver that took PAGE_BITMAP, MUST_TELL_HOST and STATS_VQ, and MISC_VQ where the dialect has it.
+fn rig_with(dialect: Dialect, discard: DiscardPolicy, layout: Arc<Layout>, granule: u64) -> Rig {
+    let features = if dialect == Bitmap {
+        FEATURES | MISC_VQ
+    } else {
+        FEATURES
+    };
+    let config = Config {
+        discard,
+        ..Config::new(dialect, features)
+    };
+    let rig = Rig::configured(config, layout, granule);
+    rig.drive(features);
+    rig
+}
+
+fn rig(dialect: Dialect) -> Rig {
+    rig_with(dialect, MarkOnly, flat(), 1)
+}
+
+fn malformed(rig: &Rig) -> (u64, u64) {
+    let counters = rig.device.lock().counters();
+    (counters.malformed, counters.bad_headers)
+}
+
+#[test]
+fn pages_go_in_and_out_by_bitmaps_and_are_only_marked() {
+    for dialect in BOTH {
+        let mut rig = rig(dialect);
+        rig.send_pages(0, &[range(5000, 1000), range(9001, 1)]);
+        rig.send_pages(0, &[range(130, 3)]);
+        assert_eq!(rig.ballooned(), [range(130, 3), range(5000, 1000), range(9001, 1)]);
+        rig.send_pages(1, &[range(131, 1), range(5500, 10)]);
+        let left = [
+            range(130, 1),
+            range(132, 1),
+            range(5000, 500),
+            range(5510, 490),
+            range(9001, 1),
+        ];
+        assert_eq!(rig.ballooned(), left);
+        assert_eq!(rig.take_discards(), [], "mark only");
+        assert_eq!(malformed(&rig), (0, 0));
+        assert_eq!(rig.device.lock().counters().bad_pfns, 0);
+    }
+}
+
+#[test]
+fn at_once_gives_memory_back_in_one_call_a_run() {
+    for dialect in BOTH {
+        let mut rig = rig_with(dialect, AtOnce, flat(), 1);
+        rig.send_pages(0, &[range(4000, 3000), range(8001, 9)]);
+        assert_eq!(rig.take_discards(), [range(4000, 3000), range(8001, 9)]);
+        rig.send_pages(0, &[range(3000, 5000), range(8001, 9)]);
+        let fresh = [range(3000, 1000), range(7000, 1000)];
+        assert_eq!(rig.take_discards(), fresh, "what was given back before is not again");
+        rig.send_pages(1, &[range(3500, 7)]);
+        assert_eq!(rig.take_discards(), []);
+        assert_eq!(rig.device.lock().counters().discards, 4);
+    }
+}
+
+#[test]
+fn the_standard_dialect_can_mark_only_too() {
+    let config = Config {
+        discard: MarkOnly,
+        ..Config::new(Dialect::Standard, 0)
+    };
+    let mut rig = Rig::configured(config, flat(), 1);
+    rig.drive(0);
+    rig.send_pfns(0, &[5000, 5001]);
+    assert_eq!((rig.ballooned(), rig.take_discards()), (vec![range(5000, 2)], vec![]));
+}
+
+#[test]
+fn a_bitmap_over_holes_and_past_the_end_of_ram_is_clipped_and_counted() {
+    // Two regions that touch, a hole, and an end in the middle of a word.
+    let regions = vec![range(0, 1000), range(1000, 1000), range(2500, 777)];
+    for dialect in BOTH {
+        let layout = Arc::new(Layout::new(regions.clone()).unwrap());
+        let mut rig = rig_with(dialect, AtOnce, layout, 1);
+        rig.send_bitmap(0, 64, &[0xff; 4096 / 8]);
+        let ram = [range(64, 936), range(1000, 1000), range(2500, 777)];
+        assert_eq!(rig.ballooned(), ram);
+        assert_eq!(rig.take_discards(), ram, "a run ends where its region does");
+        assert_eq!(rig.device.lock().counters().bad_pfns, 4096 - 936 - 1777);
+        rig.send_bitmap(1, 4096, &[0xff; 8]);
+        rig.send_bitmap(1, u64::MAX - 63, &[0xff; 16]);
+        assert_eq!(rig.device.lock().counters().bad_pfns, 4096 - 936 - 1777 + 64 + 128);
+        assert_eq!(rig.ballooned(), ram);
+        rig.send_bitmap(1, 0, &[0xff; 1 << 10]);
+        assert_eq!(rig.ballooned(), []);
+        assert_eq!(malformed(&rig), (0, 0));
+    }
+}
+
+#[test]
+fn statistics_alone_or_with_misc_keep_their_queue_numbers() {
+    for bits in 0..8u64 {
+        let on = |bit: u64, feature: u64| if bits >> bit & 1 == 1 { feature } else { 0 };
+        let features = on(0, STATS_VQ) | on(1, MISC_VQ) | on(2, PAGE_BITMAP);
+        let mut rig = Rig::cold(Bitmap, PAGE_BITMAP | STATS_VQ | MISC_VQ, flat(), 1);
+        rig.drive(features);
+        rig.write(BUFFERS, &[4, 0, 0, 0x10, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(rig.send(2, &[(BUFFERS, 10, false)]), []);
+        assert_eq!(rig.device.lock().stats().is_some(), features & STATS_VQ != 0);
+        rig.send(3, &[(BUFFERS, 16, true)]);
+        assert_eq!(rig.device.can_ask().is_ok(), features & MISC_VQ != 0);
+        let ignored = u64::from(features & STATS_VQ == 0) + u64::from(features & MISC_VQ == 0);
+        assert_eq!(rig.device.lock().counters().ignored_kicks, ignored);
+        if features & PAGE_BITMAP == 0 {
+            rig.send_pfns(0, &[5000]);
+        } else {
+            rig.send_pages(0, &[range(5000, 1)]);
+        }
+        assert_eq!(rig.ballooned(), [range(5000, 1)], "features {features:#x}");
+    }
+    // The RFC's numbers are mainline's of that time.
+    let mut rfc = rig(BitmapRfc);
+    assert_eq!(rfc.send(2, &[(BUFFERS, 10, false)]), []);
+    assert!(rfc.device.lock().stats().is_some());
+    assert_eq!(rfc.rings.len(), 3);
+    let why = rfc.device.can_ask().unwrap_err();
+    assert!(why.contains("bitmap-rfc") && why.contains("no way to ask"), "{why}");
+    assert!(rfc.device.begin(1, Answers::default().sink()).is_err());
+    rfc.device.hold(1).unwrap();
+    rfc.device.end(1).unwrap();
+}
+
+#[test]
+fn quirk_02_inflate_and_deflate_bitmaps_are_returned_with_length_0() {
+    for dialect in BOTH {
+        let mut rig = rig(dialect);
+        for queue in [0, 1] {
+            assert_eq!(rig.send_bitmap(queue, 0, &[0xff; 64]), [(0, 0)]);
+            assert_eq!(rig.send(queue, &[(BUFFERS, 3, false)])[0].1, 0, "a bad one too");
+        }
+        assert_eq!(rig.irqs.take(), [0, 0, 1, 1], "each with an interrupt");
+    }
+}
+
+#[test]
+fn quirk_08_a_silent_deflate_makes_no_page_skippable() {
+    for dialect in BOTH {
+        let mut rig = rig(dialect);
+        // The driver's inflate drops its last page where that is at a multiple of 64.
+        rig.send_pages(0, &[range(6400, 129)]);
+        assert_eq!(rig.ballooned(), [range(6400, 128)]);
+        // Page 6464 alone is taken back without a word, and then 6400 with two before it, of which the last is dropped.
+        rig.send_pages(1, &[range(6464, 1)]);
+        assert_eq!(rig.ballooned(), [range(6400, 128)], "nothing was heard of it");
+        rig.send_pages(0, &[range(6398, 66)]);
+        rig.send_pages(1, &[range(6398, 3)]);
+        assert_eq!(rig.ballooned(), [range(6400, 128)]);
+        // What a migration is told does not have the pages that may be in use.
+        let skippable: Vec<PageRange> = rig.device.ballooned().unwrap().runs().collect();
+        assert_eq!(skippable, [range(6401, 63), range(6465, 63)]);
+        // `actual` is what the driver writes, whatever the bits say.
+        assert_eq!(rig.device.lock().actual(), 0);
+        rig.device.lock().write_config(4, &125u32.to_le_bytes());
+        assert_eq!(rig.device.lock().actual(), 125);
+    }
+}
+
+#[test]
+fn quirk_08_ballooned_pages_are_believed_of_a_guest_that_tells_before_it_takes() {
+    for dialect in BOTH {
+        for tells in [false, true] {
+            let features = PAGE_BITMAP | if tells { MUST_TELL_HOST } else { 0 };
+            let mut rig = Rig::cold(dialect, PAGE_BITMAP | MUST_TELL_HOST, flat(), 1);
+            rig.drive(features);
+            rig.send_pages(0, &[range(6401, 63)]);
+            let told: Option<Vec<PageRange>> = rig.device.ballooned().map(|set| set.runs().collect());
+            assert_eq!(told, tells.then(|| vec![range(6401, 63)]));
+        }
+    }
+    // Arrays name every page: there, pages at multiples of 64 count too. Layouts that start anywhere are no matter.
+    let layout = Layout::new(vec![range(5, 1000), range(9_000_000, 1000)]).unwrap();
+    for page_bitmap in [0, PAGE_BITMAP] {
+        let mut rig = Rig::cold(BitmapRfc, PAGE_BITMAP | MUST_TELL_HOST, Arc::new(layout.clone()), 1);
+        rig.drive(MUST_TELL_HOST | page_bitmap);
+        if page_bitmap == 0 {
+            rig.send_pfns(0, &[63, 64, 65, 9_000_000]);
+        } else {
+            rig.send_bitmap(0, 0, &bits(0, 16, &[range(63, 3)]));
+            rig.send_bitmap(0, 9_000_000, &[0xff; 16]);
+        }
+        let told: Vec<PageRange> = rig.device.ballooned().unwrap().runs().collect();
+        let expected = if page_bitmap == 0 {
+            vec![range(63, 3), range(9_000_000, 1)]
+        } else {
+            vec![range(63, 1), range(65, 1), range(9_000_001, 63), range(9_000_065, 63)]
+        };
+        assert_eq!(told, expected);
+    }
+}
+
+#[test]
+fn quirk_09_page_bitmap_is_not_offered_above_one_window() {
+    let make = |dialect, features, pages| {
+        let rig = Rig::new(Bitmap, 0);
+        balloon::Balloon::new(
+            Config::new(dialect, features),
+            Arc::new(Layout::flat(pages).unwrap()),
+            Arc::clone(&rig.mem),
+            Arc::clone(&rig.irqs) as Arc<dyn balloon::Interrupts>,
+            Arc::clone(&rig.discards) as Arc<dyn balloon::Discard>,
+        )
+    };
+    assert!(make(Bitmap, PAGE_BITMAP, 32 << 18).is_ok());
+    let Err(refused) = make(Bitmap, PAGE_BITMAP, (32 << 18) + 1) else {
+        panic!("a guest of more than a window was offered PAGE_BITMAP");
+    };
+    let why = refused.to_string();
+    assert!(why.contains("0x800001000") && why.contains("32 GiB"), "{why}");
+    assert!(make(Bitmap, MISC_VQ, 512 << 18).is_ok(), "the misc queue has windows");
+    assert!(make(BitmapRfc, PAGE_BITMAP, 512 << 18).is_ok(), "the RFC has none");
+}
+
+#[test]
+fn a_bitmap_of_the_rfc_spans_any_guest() {
+    let layout = Arc::new(Layout::flat(64 << 18).unwrap());
+    let mut rig = rig_with(BitmapRfc, AtOnce, layout, 1);
+    let mut all = vec![0u8; 2 << 20];
+    all[0] = 2;
+    all[(2 << 20) - 1] = 0x80;
+    rig.send_bitmap(0, 0, &all);
+    assert_eq!(rig.take_discards(), [range(1, 1), range((64 << 18) - 1, 1)]);
+    rig.send_bitmap(0, 0, &vec![0xff; (2 << 20) + 8]);
+    assert_eq!(malformed(&rig), (1, 1), "longer than all there is");
+}
+
+#[test]
+fn quirk_10_naming_every_ballooned_page_again_is_idempotent() {
+    for dialect in BOTH {
+        for discard in [MarkOnly, AtOnce] {
+            let mut rig = rig_with(dialect, discard, flat(), 1);
+            let mut all = Vec::new();
+            let mut given = 0;
+            for i in 0..10 {
+                all.push(range(5000 + i * 100, 50));
+                rig.send_pages(0, &all);
+                given += rig.take_discards().iter().map(|r| r.count()).sum::<u64>();
+            }
+            assert_eq!(rig.ballooned(), all);
+            assert_eq!(given, if discard == AtOnce { 500 } else { 0 });
+        }
+    }
+}
+
+#[test]
+fn quirk_11_stale_bits_discard_nothing_and_nothing_in_the_balloon_is_believed_after() {
+    for dialect in BOTH {
+        for discard in [MarkOnly, AtOnce] {
+            for last_was_deflate in [true, false] {
+                let mut rig = rig_with(dialect, discard, flat(), 1);
+                rig.send_pages(0, &[range(5001, 500)]);
+                if last_was_deflate {
+                    rig.send_pages(1, &[range(5001, 100)]);
+                }
+                rig.take_discards();
+                // Compaction moves one page out of the balloon: the driver sends what its bitmap still holds on the inflate
+                // queue and then on the deflate queue. Which page it was, nobody says; it is in use.
+                let stale = range(5001, if last_was_deflate { 100 } else { 500 });
+                for queue in [0, 1, 0, 1] {
+                    rig.send_pages(queue, &[stale]);
+                    assert_eq!(rig.take_discards(), []);
+                    assert_eq!(rig.ballooned(), []);
+                }
+                assert_eq!(rig.device.lock().counters().stale_bitmaps, 2);
+                // The next inflation names all of the balloon again (quirk 10).
+                rig.send_pages(0, &[range(5101, 900)]);
+                assert_eq!(rig.ballooned(), [range(5101, 900)]);
+            }
+        }
+    }
+    let default = Config::new(Bitmap, 0).discard;
+    assert_eq!((default, DiscardPolicy::default()), (MarkOnly, MarkOnly));
+}
+
+#[test]
+fn quirk_12_arrays_of_a_driver_that_fell_back_are_counted_and_do_nothing() {
+    for dialect in BOTH {
+        let mut rig = rig(dialect);
+        rig.send_pages(0, &[range(5001, 63)]);
+        let arrays: [Vec<u32>; 5] = [
+            (6000..6256).collect(),
+            (6000..6256).rev().collect(),
+            vec![5001],
+            // As much like a header as an array can be: 786432 is how `cmd 0, page_shift 12` reads.
+            vec![786_432, 0, 0, 0, 64, 0, 0, 0],
+            (5001..5010).collect(),
+        ];
+        let mut refused = 0;
+        for (i, array) in arrays.iter().enumerate() {
+            for queue in [0, 1] {
+                rig.send_pfns(queue, array);
+                // That one is an empty bitmap to the one dialect, and does nothing either.
+                refused += u64::from(dialect == BitmapRfc || i != 3);
+                assert_eq!(malformed(&rig), (refused, refused), "{dialect} array {i}");
+                assert_eq!(rig.ballooned(), [range(5001, 63)]);
+            }
+        }
+    }
+}
+
+/// The fields of a header, one wrong at a time: offset and bytes.
+fn wrong(dialect: Dialect) -> Vec<(usize, Vec<u8>)> {
+    let start = if dialect == Bitmap { 16 } else { 8 };
+    let len = if dialect == Bitmap { 24 } else { 20 };
+    let mut all = vec![
+        (start, vec![1]),
+        (start, vec![32]),
+        (len, vec![63]),
+        (len, vec![65]),
+        (len, vec![0]),
+        (len + 7, vec![0x80]),
+    ];
+    if dialect == Bitmap {
+        // cmd, shift, reserved, request id.
+        all.extend([
+            (0, vec![1]),
+            (2, vec![13]),
+            (2, vec![0]),
+            (2, vec![0, 12]),
+            (6, vec![1]),
+            (8, vec![1]),
+            (15, vec![1]),
+        ]);
+    } else {
+        // flags, shift.
+        all.extend([(0, vec![1]), (7, vec![1]), (16, vec![13]), (16, vec![0]), (17, vec![1])]);
+    }
+    all
+}
+
+#[test]
+fn quirk_12_a_header_is_checked_strictly_before_it_is_believed() {
+    for dialect in BOTH {
+        let mut rig = rig(dialect);
+        let mut bad = 0;
+        for (at, bytes) in wrong(dialect) {
+            let mut all = bitmap_buffer(dialect, 4096, &[0xff; 64]);
+            all[at..at + bytes.len()].copy_from_slice(&bytes);
+            rig.write(BUFFERS, &all);
+            for queue in [0, 1] {
+                rig.send(queue, &[(BUFFERS, all.len() as u32, false)]);
+                bad += 1;
+                assert_eq!(malformed(&rig), (bad, bad), "{dialect}: {bytes:?} at {at}");
+            }
+        }
+        assert_eq!(rig.ballooned(), []);
+        // The flag is stale: anything may stand there.
+        let mut all = bitmap_buffer(dialect, 4096, &[0xff; 64]);
+        if dialect == Bitmap {
+            all[4..6].copy_from_slice(&[1, 7]);
+        }
+        rig.write(BUFFERS, &all);
+        rig.send(0, &[(BUFFERS, all.len() as u32, false)]);
+        assert_eq!(rig.ballooned(), [range(4096, 512)]);
+    }
+}
+
+#[test]
+fn quirk_13_what_another_byte_order_sends_is_refused() {
+    for dialect in BOTH {
+        let mut rig = rig(dialect);
+        let mut all = bitmap_buffer(dialect, 4096, &[0xff; 64]);
+        let fields: &[(usize, usize)] = match dialect {
+            Bitmap => &[(0, 2), (2, 2), (4, 2), (6, 2), (8, 8), (16, 8), (24, 8)],
+            _ => &[(0, 8), (8, 8), (16, 4), (20, 8)],
+        };
+        for (at, len) in fields {
+            all[*at..at + len].reverse();
+        }
+        rig.write(BUFFERS, &all);
+        for queue in [0, 1] {
+            rig.send(queue, &[(BUFFERS, all.len() as u32, false)]);
+        }
+        assert_eq!((malformed(&rig), rig.ballooned()), ((2, 2), vec![]));
+    }
+    // A guest of 32 bits speaks another RFC: 4 bytes a word.
+    let mut rfc = rig(BitmapRfc);
+    let mut short = vec![0u8; 4];
+    for field in [4096u32, 12, 64] {
+        short.extend(field.to_le_bytes());
+    }
+    short.extend([0xff; 64]);
+    rfc.write(BUFFERS, &short);
+    rfc.send(0, &[(BUFFERS, short.len() as u32, false)]);
+    assert_eq!((malformed(&rfc), rfc.ballooned()), ((1, 1), vec![]));
+}
+
+#[test]
+fn quirk_15_a_guest_that_vanishes_leaves_an_empty_balloon() {
+    for dialect in BOTH {
+        let mut rig = rig(dialect);
+        let features = rig.device.lock().driver_features() & !VERSION_1;
+        rig.send_pages(0, &[range(5001, 63)]);
+        rig.device.lock().reset();
+        assert_eq!(rig.ballooned(), []);
+        assert_eq!(rig.device.ballooned(), None, "nobody who tells is there");
+        // The next driver took no PAGE_BITMAP: it is served arrays.
+        rig.rings = (0..rig.rings.len() as u64).map(Ring::new).collect();
+        for ring in &mut rig.rings {
+            ring.set_avail(&rig.mem, 0);
+        }
+        rig.drive(features & !PAGE_BITMAP);
+        rig.send_pfns(0, &[5000]);
+        assert_eq!((rig.ballooned(), malformed(&rig)), (vec![range(5000, 1)], (0, 0)));
+    }
+}
+
+#[test]
+fn quirk_16_the_longest_descriptor_is_normal_and_a_longer_one_hostile() {
+    for dialect in BOTH {
+        let mut rig = rig_with(dialect, MarkOnly, Arc::new(Layout::flat(32 << 18).unwrap()), 1);
+        rig.send_bitmap(0, 0, &vec![0xff; 1 << 20]);
+        assert_eq!(rig.ballooned(), [range(0, 32 << 18)]);
+        let header = bitmap_buffer(dialect, 0, &[]).len() as u64;
+        for len in [(1 << 20) + 8, u64::from(u32::MAX) - header] {
+            let mut all = bitmap_buffer(dialect, 0, &[]);
+            let at = all.len() - 8;
+            all[at..].copy_from_slice(&len.to_le_bytes());
+            rig.write(BUFFERS, &all);
+            rig.send(1, &[(BUFFERS, (header + len) as u32, false)]);
+        }
+        assert_eq!(malformed(&rig), (2, 2));
+        assert_eq!(rig.ballooned(), [range(0, 32 << 18)]);
+        // More bytes than a chain may have: that ring is broken.
+        rig.send(1, &[(BUFFERS, u32::MAX, false); 4]);
+        assert!(rig.device.lock().needs_reset());
+        assert_eq!(rig.ballooned(), [range(0, 32 << 18)]);
+    }
+}
+
+#[test]
+fn case_38_a_bitmap_over_any_descriptors_is_one_bitmap() {
+    for dialect in BOTH {
+        let pages = [range(4097, 5), range(4200, 1), range(4500, 100)];
+        let all = bitmap_buffer(dialect, 4096, &bits(4096, 128, &pages));
+        // One descriptor a field, as the RFC's driver has it; one byte each; cut in the middle of everything.
+        let cuts: [Vec<usize>; 3] = [
+            match dialect {
+                Bitmap => vec![2, 2, 2, 2, 8, 8, 8],
+                _ => vec![8, 8, 4, 8],
+            },
+            vec![1; 40],
+            vec![3, 0, 7, 0, 0, 11, 20, 50],
+        ];
+        for cut in cuts {
+            let mut rig = rig(dialect);
+            let (mut chain, mut from) = (Vec::new(), 0);
+            let rest = all.len() - cut.iter().sum::<usize>();
+            for (i, len) in cut.into_iter().chain([rest]).enumerate() {
+                let at = BUFFERS + i as u64 * 0x1003;
+                rig.write(at, &all[from..from + len]);
+                chain.push((at, len as u32, false));
+                from += len;
+            }
+            rig.send(0, &chain);
+            assert_eq!((rig.ballooned(), malformed(&rig)), (pages.to_vec(), (0, 0)));
+        }
+    }
+}
+
+#[test]
+fn case_39_bad_chains_are_skipped_and_counted_and_the_next_works() {
+    for dialect in BOTH {
+        for queue in [0, 1] {
+            let mut rig = rig(dialect);
+            rig.send_pages(0, &[range(5001, 63)]);
+            let good = bitmap_buffer(dialect, 4992, &[0xff; 8]);
+            let len = good.len() as u32;
+            rig.write(BUFFERS, &good);
+            rig.write((64 << 20) - 8, &good[..8]);
+            let bad: [&[Desc]; 8] = [
+                &[(BUFFERS, len, true)],
+                &[(BUFFERS, len, false), (BUFFERS, 4, true)],
+                &[(BUFFERS, len - 1, false)],
+                &[(BUFFERS, 0, false)],
+                &[(BUFFERS, 20, false)],
+                &[(64 << 20, len, false)],
+                &[((64 << 20) - 8, len, false)],
+                &[(BUFFERS, 28, false), (u64::MAX - 1, len - 28, false)],
+            ];
+            for (i, chain) in bad.iter().enumerate() {
+                assert_eq!(rig.send(queue, chain).len(), 1, "returned: {chain:x?}");
+                assert_eq!(malformed(&rig).0, i as u64 + 1);
+                assert_eq!(rig.ballooned(), [range(5001, 63)]);
+            }
+            assert_eq!(malformed(&rig).1, 3, "the others have no header to check");
+            rig.send_bitmap(queue, 4992, &[0xff; 8]);
+            let expected = [vec![range(4992, 72)], vec![range(5056, 8)]];
+            assert_eq!(rig.ballooned(), expected[queue]);
+            assert!(!rig.device.lock().needs_reset());
+        }
+    }
+}
+
+#[test]
+fn case_42_the_used_length_of_bitmaps_and_statistics_is_0() {
+    for dialect in BOTH {
+        let mut rig = rig(dialect);
+        assert_eq!(rig.send_bitmap(0, 0, &[0xff; 64]), [(0, 0)]);
+        assert_eq!(rig.send_bitmap(1, 0, &[0xff; 64]), [(0, 0)]);
+        assert_eq!(rig.send(2, &[(BUFFERS, 10, false)]), []);
+        assert!(rig.device.lock().request_stats());
+        assert_eq!(rig.rings[2].used(&rig.mem), [(0, 0)]);
+    }
+}
+
+#[test]
+fn case_45_511_of_512_pages_discard_nothing_and_the_last_one_discards_once() {
+    for dialect in BOTH {
+        let mut rig = rig_with(dialect, AtOnce, flat(), 512);
+        rig.send_bitmap(0, 1024, &bits(1024, 64, &[range(1024, 300)]));
+        rig.send_bitmap(0, 1024, &bits(1024, 64, &[range(1024, 511)]));
+        assert_eq!(rig.take_discards(), []);
+        rig.send_bitmap(0, 1024, &bits(1024, 64, &[range(1024, 512)]));
+        assert_eq!(rig.take_discards(), [range(1024, 512)]);
+        rig.send_bitmap(0, 1024, &bits(1024, 64, &[range(1024, 511)]));
+        assert_eq!(rig.take_discards(), [], "already given back");
+        rig.send_bitmap(1, 1024, &bits(1024, 64, &[range(1200, 1)]));
+        rig.send_bitmap(0, 1024, &bits(1024, 64, &[range(1200, 2)]));
+        assert_eq!(rig.take_discards(), [range(1024, 512)], "taken and given up again");
+        // Three granules and two ends, in one call; then the ends' other halves.
+        rig.send_bitmap(0, 1984, &bits(1984, 256, &[range(2000, 1700)]));
+        assert_eq!(rig.take_discards(), [range(2048, 1536)]);
+        rig.send_bitmap(0, 1536, &bits(1536, 512, &[range(1536, 464), range(3700, 396)]));
+        assert_eq!(rig.take_discards(), [range(1536, 512), range(3584, 512)]);
+        assert_eq!(rig.device.lock().counters().discards, 5);
+    }
+}
+
+#[test]
+fn case_48_a_second_statistics_buffer_returns_the_first_and_a_huge_one_is_bounded() {
+    for dialect in BOTH {
+        let mut rig = rig(dialect);
+        assert_eq!(rig.send(2, &[(BUFFERS, 20, false)]), []);
+        assert_eq!(rig.send(2, &[(BUFFERS, u32::MAX, false)]), [(0, 0)]);
+        assert!(rig.device.lock().request_stats());
+        assert_eq!(rig.rings[2].used(&rig.mem), [(1, 0)]);
+        assert!(malformed(&rig).0 > 0);
+        rig.send_pages(0, &[range(5001, 1)]);
+        assert_eq!(rig.ballooned(), [range(5001, 1)], "the other queues go on");
+    }
+}
+
+#[test]
+fn case_49_broken_rings_stop_their_queue_alone() {
+    for dialect in BOTH {
+        for queue in [0, 1] {
+            let mut rig = rig(dialect);
+            rig.send_pages(0, &[range(5001, 63)]);
+            if queue == 0 {
+                let ahead = rig.rings[0].avail.wrapping_add(SIZE + 1);
+                rig.rings[0].set_avail(&rig.mem, ahead);
+            } else {
+                rig.rings[1].raw_desc(&rig.mem, 0, BUFFERS, 64, 1, 1);
+                rig.rings[1].raw_desc(&rig.mem, 1, BUFFERS, 64, 1, 0);
+                rig.rings[1].push(&rig.mem, 0);
+            }
+            rig.kick(queue);
+            assert!(rig.device.lock().needs_reset());
+            assert_eq!(rig.device.lock().counters().broken_queues, 1);
+            rig.send_pages(1 - queue, &[range(5001, 1), range(6001, 1)]);
+            let expected = [vec![range(5002, 62)], vec![range(5001, 63), range(6001, 1)]];
+            assert_eq!(rig.ballooned(), expected[queue], "the other queue goes on");
+        }
+    }
+}
+
+#[test]
+fn inflating_while_the_guest_is_asked_disturbs_no_answer() {
+    let mut rig = rig(Bitmap);
+    let answers = Answers::default();
+    rig.send(3, &[(BUFFERS + 0x10_0000, 16, true)]);
+    rig.device.begin(1, answers.sink()).unwrap();
+    let id: u64 = rig.mem.read_obj(GuestAddress(BUFFERS + 0x10_0008)).unwrap();
+    rig.send_pages(0, &[range(5001, 63)]);
+    // The one buffer that the driver has: what lies in it now is no answer, and an answer is no inflation.
+    let len = rig.device.lock().counters().answers;
+    rig.send(3, &[(BUFFERS, 40, false)]);
+    assert_eq!((rig.device.counts().malformed, len), (1, 0));
+    let mut answer = bitmap_buffer(Bitmap, 0, &[0xf0; 8]);
+    answer[4] = 1;
+    answer[8..16].copy_from_slice(&id.to_le_bytes());
+    rig.write(BUFFERS, &answer);
+    rig.send(0, &[(BUFFERS, 40, false)]);
+    assert_eq!(rig.ballooned(), [range(5001, 63)]);
+    rig.send(3, &[(BUFFERS, 40, false)]);
+    let said = answers.take();
+    assert_eq!(said.last(), Some(&(1, Answer::Finished)));
+    assert_eq!(said.len(), 3);
+}
