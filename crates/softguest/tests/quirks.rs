@@ -336,8 +336,7 @@ fn quirk_10_naming_every_page_again_or_only_new_ones_comes_to_the_same() {
             }
             assert_eq!(malformed(&guest), 0);
             let device = guest.balloon().unwrap();
-            let ballooned = device.lock().ballooned().clone();
-            ballooned
+            device.lock().ballooned().clone()
         });
         assert!(balloons[0] == balloons[1] && balloons[0].count() == 50_000, "{dialect}");
     }
