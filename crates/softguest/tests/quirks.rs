@@ -336,8 +336,7 @@ fn quirk_10_naming_every_page_again_or_only_new_ones_comes_to_the_same() {
             }
             assert_eq!(malformed(&guest), 0);
             let device = guest.balloon().unwrap();
-            let ballooned = device.lock().ballooned().clone();
-            ballooned
+            device.lock().ballooned().clone()
         });
         assert!(balloons[0] == balloons[1] && balloons[0].count() == 50_000, "{dialect}");
     }
@@ -385,6 +384,9 @@ fn the_flag_of_the_last_answer_in_an_inflate_bitmap_is_stale_and_harmless() {
             },
         ));
         assert!(question(&guest, 1).is_some());
+        // The first inflation after an answer may be the answer's bits, as compaction sends them, and is not believed.
+        resize(&guest, 2500);
+        assert_eq!(guest.balloon().unwrap().lock().ballooned().count(), 0);
         resize(&guest, 5000);
         assert!(question(&guest, 2).is_some());
         resize(&guest, 1000);
