@@ -61,9 +61,11 @@ class _Qmp:
 
 
 class Emulator:
-    """A running guest. Use as a context."""
+    """A running guest. Use as a context. `program` is the emulator's command, `devices` what else it is told."""
 
-    def __init__(self, program, kernel, initrd, work, ram_dir, *, memory_bytes, append, deadline):
+    def __init__(
+        self, program, kernel, initrd, work, ram_dir, *, memory_bytes, append, deadline, machine="q35", devices=()
+    ):
         self._console_path = work / "console.log"
         self._said_path = work / "emulator.log"
         self._deadline = deadline
@@ -76,10 +78,10 @@ class Emulator:
             self.ram_fd = os.open(ram_path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             self._closing.callback(os.close, self.ram_fd)
             os.ftruncate(self.ram_fd, memory_bytes)
-            command = [program, "-accel", "tcg", "-no-user-config", "-nodefaults", "-display", "none", "-no-reboot"]
-            command += ["-M", "q35,memory-backend=ram0", "-smp", "1", "-m", f"{memory_bytes >> 20}M"]
+            command = [*program, "-accel", "tcg", "-no-user-config", "-nodefaults", "-display", "none", "-no-reboot"]
+            command += ["-M", f"{machine},memory-backend=ram0", "-smp", "1", "-m", f"{memory_bytes >> 20}M"]
             command += ["-object", f"memory-backend-file,id=ram0,share=on,mem-path={ram_path},size={memory_bytes}"]
-            command += ["-kernel", str(kernel), "-initrd", str(initrd), "-append", append]
+            command += ["-kernel", str(kernel), "-initrd", str(initrd), "-append", append, *devices]
             command += ["-chardev", f"file,id=console,path={self._console_path}", "-serial", "chardev:console"]
             command += ["-chardev", f"socket,id=frames,path={work}/frames,server=on,wait=off"]
             command += ["-serial", "chardev:frames"]
@@ -148,6 +150,22 @@ class Emulator:
                     self._reader.feed(data)
                 self._relay_console()
                 self._check_alive()
+
+    def wait_for(self, said, what):
+        """Waits until the guest's console has a line with `said` in it; returns that line."""
+        while True:
+            found = next((line for line in self._console().splitlines() if said in line), None)
+            if found:
+                return found
+            if time.monotonic() > self._deadline:
+                raise CaptureError(f"waiting for {what}: out of time; the console's tail:\n{self.tail()}")
+            self._relay_console()
+            self._check_alive()
+            time.sleep(_POLL_S)
+
+    def command(self, name, **arguments):
+        """A command on the emulator's control socket; returns its result."""
+        return self._qmp.command(name, **arguments)
 
     def send_byte(self):
         """Lets the guest's looking program go on."""

@@ -3,6 +3,7 @@
  *
  *   capture-guest fill FILE MIB   write MIB mebibytes of random data to FILE
  *   capture-guest look TTY        tell the host over TTY which pages are free, three times
+ *   capture-guest churn MIB RATE  fill MIB mebibytes, then write to RATE pages of them a second, in order, for ever
  *
  * What crosses TTY is frames, little-endian: the magic, a kind, the length of the payload, the payload, and its CRC-32.
  * frames.py reads them.
@@ -31,6 +32,7 @@
 #include <sys/mman.h>
 #include <sys/sysinfo.h>
 #include <termios.h>
+#include <time.h>
 #include <unistd.h>
 
 #define KPF_BUDDY 10
@@ -103,6 +105,49 @@ static void fill(const char *path, unsigned long mib)
 	}
 	if (close(fd) != 0)
 		fail("closing %s: %s", path, strerror(errno));
+}
+
+/* ---- churn ---- */
+
+static double now_s(void)
+{
+	struct timespec now;
+
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
+}
+
+/* A page written is one word of it: what migration sees is the page. A guest that falls behind does not catch up. */
+static void churn(unsigned long mib, double rate)
+{
+	size_t pages = (size_t)mib * MIB / PAGE_BYTES, at = 0, words = (size_t)mib * MIB / sizeof(uint64_t);
+	uint64_t *words_at, state = 0x9e3779b97f4a7c15u, written = 0, reported = 0;
+	double since;
+
+	words_at = mmap(NULL, words * sizeof(uint64_t), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	if (pages == 0 || rate <= 0 || words_at == MAP_FAILED)
+		fail("taking %lu MiB to write to", mib);
+	for (size_t i = 0; i < words; i++)
+		words_at[i] = random_next(&state);
+	printf("capture: churning\n");
+	since = now_s();
+	for (;;) {
+		double passed = now_s() - since;
+		struct timespec nap = { 0, 2000000 };
+
+		while ((double)written < rate * passed && written - reported < 4096)
+			words_at[at = (at + PAGE_BYTES / sizeof(uint64_t)) % words] = ++written;
+		if (written - reported < 4096) {
+			nanosleep(&nap, NULL);
+			continue;
+		}
+		reported = written;
+		if (passed >= 1) {
+			printf("capture: churned %.0f pages/s\n", (double)written / passed);
+			written = reported = 0;
+			since = now_s();
+		}
+	}
 }
 
 /* ---- frames ---- */
@@ -329,7 +374,9 @@ int main(int argc, char **argv)
 		fill(argv[2], strtoul(argv[3], NULL, 10));
 	else if (argc == 3 && strcmp(argv[1], "look") == 0)
 		look(argv[2]);
+	else if (argc == 4 && strcmp(argv[1], "churn") == 0)
+		churn(strtoul(argv[2], NULL, 10), strtod(argv[3], NULL));
 	else
-		fail("usage: capture-guest fill FILE MIB | look TTY");
+		fail("usage: capture-guest fill FILE MIB | look TTY | churn MIB RATE");
 	return 0;
 }

@@ -1,0 +1,178 @@
+"""The guests that take part, each brought up once: Debian's cloud kernel, at rest, aged or busy, kept as it then was.
+
+A template is QEMU's saved state, which each of its sources starts from, and, of guests that ours sends too, the same
+RAM of the same moment with its layout and the map of its free pages. So a round boots nothing, each source is as the
+first one was, and a guest that was hinted, zeroed or scanned by one contender is not what the next one gets.
+"""
+
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import frames
+import image
+import initrd
+import layout
+from emulated import packages
+from emulated.basics import GIB, MIB, PAGE_BYTES, ScriptError, progress
+from emulator import Emulator
+
+TMPFS = Path("/dev/shm")
+STATE = "state"
+_LIMIT_S = 1800
+_SAVE_S = 600
+_MODULES = (
+    "virtio_ring", "virtio", "virtio_pci_legacy_dev", "virtio_pci_modern_dev", "virtio_pci", "virtio_balloon",
+)  # in the order in which they can be loaded
+# Above this the PC's RAM has a gap below 4 GiB. `pc` leaves it the last GiB, as --prealloc=linux has it; q35 two.
+_GAP_FROM_BYTES = 3 * GIB
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A guest's life before it is migrated. `hint`: its balloon offers free page hints."""
+
+    life: str  # fresh, aged, busy
+    init: int  # init_on_alloc
+    hint: bool
+
+    def __str__(self):
+        return f"{self.life}-{self.init}-{'hint' if self.hint else 'plain'}"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of all guests of a bench."""
+
+    memory_bytes: int
+    age_bytes: int
+    churn_bytes: int
+    churn_pages_per_s: int
+
+
+def devices(hint):
+    """The balloon, and the thread that takes its hints."""
+    hints = ",free-page-hint=on,iothread=io0" if hint else ""
+    return ["-object", "iothread,id=io0", "-device", f"virtio-balloon-pci,id=balloon0,addr=0x5{hints}"]
+
+
+class Templates:
+    """Makes templates as they are wanted, and drops those that are not wanted any more."""
+
+    def __init__(self, program, sizes, keep, closing):
+        self.program = program
+        self.sizes = sizes
+        self.machine = "pc"
+        self._keep = keep
+        self.disk = keep or Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="pageferry-bench-", dir="/var/tmp")))
+        self.scratch = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="pageferry-bench-", dir=TMPFS)))
+        self.kernel, busybox = packages.kernel_and_busybox(False)
+        self.initrd = initrd.build(busybox, self.scratch, self._modules())
+
+    def _modules(self):
+        tree = self.kernel.parent.parent / "lib/modules"
+        found = {path.stem: path for path in tree.glob("*/kernel/drivers/virtio/*.ko")}
+        missing = [name for name in _MODULES if name not in found]
+        if missing:
+            raise ScriptError(f"{self.kernel} came without its modules {', '.join(missing)}; try capture-linux-ram --refresh")
+        return [found[name] for name in _MODULES]
+
+    def append(self, kind):
+        """The guest's command line."""
+        words = ["console=ttyS0", "panic=-1", f"init_on_alloc={kind.init}"]
+        words.append(f"capture.age_mib={self.sizes.age_bytes // MIB if kind.life == 'aged' else 0}")
+        if kind.life == "busy":
+            words.append(f"capture.churn={self.sizes.churn_bytes // MIB}:{self.sizes.churn_pages_per_s}")
+        return " ".join(words)
+
+    def folder(self, kind):
+        """Where a template lies. Its name says all that it depends on, so one that was kept is never the wrong one."""
+        sizes = f"{self.sizes.memory_bytes // MIB}M-{self.sizes.age_bytes // MIB}M"
+        if kind.life == "busy":
+            sizes += f"-{self.sizes.churn_bytes // MIB}M-{self.sizes.churn_pages_per_s}"
+        return self.disk / f"{kind}-{sizes}-qemu-{self.program.version}"
+
+    def get(self, kind):
+        """The folder of a template, which is made when it is not there."""
+        folder = self.folder(kind)
+        if not folder.exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".making-", dir=folder.parent) as making:
+                self._make(kind, Path(making))
+                Path(making, "whole").mkdir()
+                for name in (STATE, image.RAM, image.FREE, image.LAYOUT):
+                    if Path(making, name).exists():
+                        os.replace(Path(making, name), Path(making, "whole", name))
+                Path(making, "whole").rename(folder)
+        return folder
+
+    def drop(self, kind):
+        """A template that is not wanted any more; it stays if it is to be kept."""
+        if not self._keep:
+            shutil.rmtree(self.folder(kind), ignore_errors=True)
+
+    def _make(self, kind, target):
+        progress(f"booting a guest: {kind}, {self.sizes.memory_bytes // MIB} MiB, '{self.append(kind)}'")
+        with tempfile.TemporaryDirectory(prefix="template-", dir=self.scratch) as work:
+            with Emulator(
+                self.program.command, self.kernel, self.initrd, Path(work), Path(work),
+                memory_bytes=self.sizes.memory_bytes, append=self.append(kind), machine=self.machine,
+                deadline=time.monotonic() + _LIMIT_S, devices=devices(kind.hint),
+            ) as guest:
+                if kind.life == "busy":
+                    guest.cont()
+                    progress("guest: " + guest.wait_for("capture: churned", "the guest to be busy"))
+                    guest.stop()
+                    save(guest, self.program, target / STATE)
+                else:
+                    self._capture(kind, guest, target)
+
+    def _capture(self, kind, guest, target):
+        """Saves a guest at rest; and, of one that takes hints, keeps its RAM and which pages of it are free."""
+        regions = layout.from_mtree(guest.memory_map(), self.sizes.memory_bytes)
+        guest.cont()
+        layout.check_against_guest(regions, guest.receive(frames.KIND_TEXT, "the guest to come to rest"))
+        looks = [guest.receive(frames.KIND_LOOK, f"look {number} at the free pages") for number in (1, 2)]
+        guest.stop()
+        if kind.hint:
+            check_hints(guest, self.program)
+            # Before the state, for saving reads all RAM and leaves no holes in it.
+            image.copy_sparse(guest.ram_fd, target / image.RAM, self.sizes.memory_bytes)
+        save(guest, self.program, target / STATE)
+        if kind.hint:
+            guest.cont()
+            guest.send_byte()
+            looks.append(guest.receive(frames.KIND_LOOK, "the look after the pause"))
+            bits = [layout.free_bits(regions, look.runs) for look in looks]
+            free = bits[0] & bits[1] & bits[2]
+            pages = self.sizes.memory_bytes // PAGE_BYTES
+            image.write_map_and_layout(target, free, regions, pages)
+            progress(f"{free.bit_count()} of {pages} pages are free")
+
+
+def check_hints(guest, program):
+    """Refuses a guest whose driver has not taken the offer of hints: it would be measured without them."""
+    path = "/machine/peripheral/balloon0/virtio-backend"
+    told = guest.command("x-query-virtio-status", path=path)
+    taken = " ".join(told["guest-features"].get("dev-features", []))
+    if "FREE_PAGE_HINT" not in taken:
+        raise ScriptError(f"the guest's balloon driver takes no hints from QEMU {program.version}; it took: {taken or 'nothing'}")
+
+
+def save(guest, program, path):
+    """Saves a paused guest's state to a file."""
+    if program.mapped_ram:
+        guest.command("migrate-set-capabilities", capabilities=[{"capability": "mapped-ram", "state": True}])
+    guest.command("migrate-set-parameters", **{"max-bandwidth": 100 << 30})
+    guest.command("migrate", uri=f"file:{path}" if program.mapped_ram else f"exec:cat > {path}")
+    deadline = time.monotonic() + _SAVE_S
+    while True:
+        told = guest.command("query-migrate")
+        if told.get("status") == "completed":
+            return
+        if told.get("status") in ("failed", "cancelled") or time.monotonic() > deadline:
+            raise ScriptError(f"saving the guest's state to {path}: {told.get('status')}: {told.get('error-desc', '')}")
+        time.sleep(0.05)
