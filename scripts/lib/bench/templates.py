@@ -109,8 +109,21 @@ class Templates:
                 Path(making, "whole").rename(folder)
         return folder
 
+    def ram(self, kind):
+        """The folder with a guest's RAM, layout and free map for ours, in memory as a running guest's is."""
+        folder = self.scratch / f"ram-{kind}"
+        if not folder.exists():
+            kept = self.get(kind)
+            folder.mkdir()
+            for name in (image.FREE, image.LAYOUT):
+                shutil.copy(kept / name, folder / name)
+            with open(kept / image.RAM, "rb") as file:
+                image.copy_sparse(file.fileno(), folder / image.RAM, self.sizes.memory_bytes)
+        return folder
+
     def drop(self, kind):
         """A template that is not wanted any more; it stays if it is to be kept."""
+        shutil.rmtree(self.scratch / f"ram-{kind}", ignore_errors=True)
         if not self._keep:
             shutil.rmtree(self.folder(kind), ignore_errors=True)
 

@@ -1,0 +1,169 @@
+"""Runs cells: contenders take turns, every other round in the opposite order, each after memory has settled.
+
+Where free memory goes back to an outer host, a first touch right after memory was freed is cheaper than one some
+seconds later. So each waits before it starts, when the last one's processes are gone.
+"""
+
+import statistics
+import time
+
+import cells
+import measure
+import ours
+import qemu
+from emulated.basics import MIB, ScriptError, progress
+from templates import Kind
+
+
+class Missing(Exception):
+    """A figure that is not there; the message says why."""
+
+
+class Results:
+    """The figures of all runs, by cell and contender, and why there are none where there are none."""
+
+    def __init__(self):
+        self._runs = {}
+        self._why = {}
+
+    def add(self, cell, contender, figures):
+        """A run."""
+        self._runs.setdefault((cell, contender), []).append(figures)
+
+    def skip(self, cell, contender, why):
+        """Says why there will be no figures."""
+        self._why.setdefault((cell, contender), str(why).splitlines()[0])
+
+    def skipped(self, cell, contender):
+        """Whether it was found that there will be no figures."""
+        return (cell, contender) in self._why
+
+    def each(self):
+        """All cells and contenders with their runs."""
+        return dict(self._runs)
+
+    def reasons(self):
+        """What was skipped, and why."""
+        return dict(self._why)
+
+    def runs(self, cell, contender, key):
+        """A figure of each run. A migration that did not end counts as long as it was waited for."""
+        runs = self._runs.get((cell, contender), [])
+        values = []
+        for run in runs:
+            value = run.get(key)
+            if value is None and key in ("total_ms", "downtime_ms") and "limit_s" in run:
+                value = run["limit_s"] * 1e3
+            if value is not None:
+                values.append(value)
+        if not values:
+            raise Missing(self._why.get((cell, contender), f"{cell}: {contender} did not take part, or has no {key}"))
+        return values
+
+    def median(self, cell, contender, key):
+        """The median of a figure."""
+        return statistics.median(self.runs(cell, contender, key))
+
+    def best(self, cell, contenders, key):
+        """The contender with the least median of those that have one."""
+        found = {}
+        missing = None
+        for contender in contenders:
+            try:
+                found[contender] = self.median(cell, contender, key)
+            except Missing as why:
+                missing = why
+        if not found:
+            raise missing
+        return min(found, key=found.get)
+
+
+class Contest:
+    """What all cells need."""
+
+    def __init__(self, templates, programs, open_link, settings, results):
+        self.templates = templates
+        self.programs = programs
+        self.open_link = open_link
+        self.settings = settings
+        self.results = results
+
+    def run(self, chosen):
+        """All cells, those of one template together; a template goes when no later cell needs it."""
+        chosen = sorted(chosen, key=lambda cell: (cell.life, cell.init))
+        for index, cell in enumerate(chosen):
+            try:
+                with self.open_link(cell) as link:
+                    self._cell(cell, link)
+            except ScriptError as error:
+                for contender in cell.contenders:
+                    self.results.skip(cell.name, contender, error)
+                progress(f"SKIPPED {cell.name}: {error}")
+            later = set().union(*(other.kinds() for other in chosen[index + 1 :]))
+            for kind in cell.kinds() - later:
+                self.templates.drop(kind)
+
+    def _cell(self, cell, link):
+        for kind in sorted(cell.kinds(), key=str):
+            self.templates.get(kind)
+        for number in range(self.settings.rounds):
+            for contender in cell.contenders if number % 2 == 0 else cell.contenders[::-1]:
+                if self.results.skipped(cell.name, contender):
+                    continue
+                try:
+                    figures = self._one(cell, contender, link)
+                except ScriptError as error:
+                    self.results.skip(cell.name, contender, error)
+                    progress(f"SKIPPED {cell.name} {contender}: {error}")
+                    continue
+                self.results.add(cell.name, contender, figures)
+                total = f"{figures['total_ms']:.0f} ms" if figures["total_ms"] else f"more than {figures['limit_s']} s"
+                progress(f"{cell.name} {contender}, round {number + 1}: {total}")
+
+    def _settle(self):
+        time.sleep(self.settings.settle_s)
+
+    def _one(self, cell, contender, link):
+        if contender.startswith("qemu"):
+            way = cells.way_of(cell, contender, self.settings.downtime_ms, self.settings.limit_s)
+            return qemu.migrate(
+                self.templates, cells.kind_of(cell, contender), way, link=link, before=self._settle
+            )
+        if contender == "floor":
+            return self._floor(cell, link)
+        way = cells.ours_of(cell, contender, self.programs, self.settings.downtime_ms)
+        return ours.migrate(
+            self.programs, self.templates.scratch, self._guest(cell, contender), way,
+            self.templates.sizes.memory_bytes, link=link, before=self._settle,
+        )
+
+    def _guest(self, cell, contender):
+        sizes = self.templates.sizes
+        if cell.life == "sparse":
+            return ours.soft_guest(cells.SPARSE[contender.removeprefix("ours-")], "--used", cells.SPARSE_USED)
+        if cell.life == "busy":
+            # What the emulated guest holds besides what it churns is what a fresh one does.
+            used = f"{self.settings.idle_used_bytes + sizes.churn_bytes >> 20}M"
+            workload = f"churn:{sizes.churn_pages_per_s}"
+            init = ["--init-on-alloc"] if cell.init else []
+            return ours.soft_guest(sizes.memory_bytes, "--used", used, "--workload", workload, *init)
+        return ours.file_guest(self.templates.ram(Kind(cell.life, cell.init, True)))
+
+    def _floor(self, cell, link):
+        """A copy of as many bytes as ours sent: the used pages that are not zero."""
+        try:
+            sent = self.results.median(cell.name, "ours", "sent_bytes")
+        except Missing as why:
+            raise ScriptError(f"nobody knows yet how much to copy: {why}") from why
+        if link:
+            return link.plain_copy(sent, before=self._settle)
+        return ours.plain_copy(self.programs, sent, cell.receiver == "populated", before=self._settle)
+
+
+def heading(program, settings, sizes):
+    """What the figures were taken with."""
+    return (
+        f"{measure.machine()}\nQEMU {program.version} (TCG), guests of {sizes.memory_bytes // MIB} MiB, aged by "
+        f"{sizes.age_bytes // MIB} MiB, busy with {sizes.churn_pages_per_s} pages/s in {sizes.churn_bytes // MIB} MiB; "
+        f"{settings.rounds} rounds, medians; each waits {settings.settle_s:g} s before it starts"
+    )

@@ -1,0 +1,161 @@
+"""Live migration measured against QEMU's, in one run: the same guests, the same machine, contenders taking turns.
+
+  scripts/bench          on loopback, and one comparison over 1 Gbit/s: every row of the table of goals
+  scripts/bench links    behind 10 and 1 Gbit/s with 0.2 and 20 ms there and back
+  scripts/bench inflate  the balloon alone (see scripts/bench inflate --help)
+
+QEMU is Debian's, out of backports where that can be had, emulating (TCG); its guests run Debian's cloud kernel, ours are
+the same RAM with its map of free pages, or, where the guest is busy or sparse, the built-in guest with the same dirty
+rate. Fetches QEMU, the kernel and busybox by apt; needs root for the links, a C compiler, and memory: about three times
+the guests' for aged ones. Five rounds with guests of 8 GiB take about an hour and a half.
+"""
+
+import argparse
+import contextlib
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.dont_write_bytecode = True
+_SCRIPTS = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(_SCRIPTS / folder) for folder in ("capture", "lib")]
+
+# pylint: disable=wrong-import-position
+import cells
+import contest
+import emulators
+import goals
+import links
+import output
+from emulated.basics import GIB, MIB, ScriptError, parse_size, progress
+from ours import Programs
+from templates import Sizes, Templates
+
+_DOWNTIME_MS = 300
+_QUICK = {"rounds": 1, "memory": 512 * MIB, "settle": 0.3, "limit": 20}
+_FULL = {"rounds": 5, "memory": 8 * GIB, "settle": 4.0, "limit": 120}
+
+
+def _size(text):
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def parse_arguments():
+    """The command line; ends the process with code 2 when it makes no sense."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("mode", nargs="?", choices=("migrate", "links"), default="migrate", help="what to measure")
+    parser.add_argument("--rounds", type=int, help="rounds (default 5; quick: 1)")
+    parser.add_argument("--memory", type=_size, metavar="SIZE", help="the guests' RAM (default 8G; quick: 512M)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="only these rows or cells (--list)")
+    parser.add_argument("--list", action="store_true", help="print the names of rows and cells, and measure nothing")
+    parser.add_argument("--all", action="store_true", help="every life, memory, setting and way of QEMU: many hours")
+    parser.add_argument("--quick", action="store_true", help="tiny guests, one round: whether it runs, not what it says")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="leave the rows here")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="leave a plot here (SVG)")
+    parser.add_argument("--settle", type=float, metavar="SECONDS", help="to wait before each (default 4; quick: 0.3)")
+    parser.add_argument("--limit", type=int, metavar="SECONDS", help="for one migration by QEMU (default 120; quick: 20)")
+    parser.add_argument(
+        "--busy-rate", type=_size, metavar="SIZE",
+        help="bytes that the busy guest dirties a second (default 256M, about half of what QEMU moves on loopback; "
+        "behind a link half of it)",
+    )
+    parser.add_argument("--qemu", type=Path, metavar="PROGRAM", help="this QEMU in place of the one from backports")
+    parser.add_argument("--installed-qemu", action="store_true", help="the installed QEMU in place of that from backports")
+    parser.add_argument("--programs", type=Path, metavar="DIR", help="commands that are built already, in place of building")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep guests here, and take those that are here")
+    arguments = parser.parse_args()
+    for name, value in (_QUICK if arguments.quick else _FULL).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    if arguments.rounds < 1 or arguments.limit < 1 or arguments.settle < 0:
+        parser.error("--rounds and --limit: give at least 1; --settle: at least 0")
+    if not 512 * MIB <= arguments.memory <= 64 * GIB or arguments.memory % MIB:
+        parser.error("--memory: give a whole number of MiB from 512M to 64G")
+    return arguments
+
+
+def choose(arguments):
+    """The cells to run, with the contenders that are wanted, and the names of the goals' rows among them."""
+    if arguments.mode == "links":
+        chosen = cells.behind_links()
+    else:
+        chosen = cells.every() if arguments.all else cells.usual()
+    chosen = cells.quick(chosen) if arguments.quick else chosen
+    rows = [] if arguments.mode == "links" else goals.names()
+    if arguments.only:
+        unknown = set(arguments.only) - set(rows) - {cell.name for cell in chosen}
+        if unknown:
+            raise ScriptError(f"there is no row or cell {sorted(unknown)[0]}: scripts/bench --list has the names")
+        needed = goals.needed(arguments.only, chosen)
+        rows = [name for name in rows if name in arguments.only]
+        chosen = [cells.part(cell, needed[cell.name]) for cell in chosen if cell.name in needed]
+    return chosen, rows
+
+
+def sizes_for(arguments, gbit):
+    """The guests. Aged by three quarters of RAM, busy in a 16th of it."""
+    rate = arguments.busy_rate or (int(gbit * 1e9 / 8 / 2) if gbit else 256 * MIB)
+    churn = max(64 * MIB, arguments.memory // 16)
+    return Sizes(arguments.memory, arguments.memory * 3 // 4 // MIB * MIB, churn, max(1, rate // 4096))
+
+
+def measure(arguments, chosen, program, programs):
+    """Runs the cells, those behind a link with a busy guest of their own; returns the results and a heading."""
+    settings = SimpleNamespace(
+        rounds=arguments.rounds, settle_s=arguments.settle, limit_s=arguments.limit, downtime_ms=_DOWNTIME_MS,
+        idle_used_bytes=min(300 * MIB, arguments.memory // 4),
+    )
+    results, heading = contest.Results(), None
+    busy_rates = sorted({cell.gbit if cell.life == "busy" else 0 for cell in chosen})
+    for gbit in busy_rates:
+        part = [cell for cell in chosen if (cell.gbit if cell.life == "busy" else 0) == gbit]
+        sizes = sizes_for(arguments, gbit)
+        heading = heading or contest.heading(program, settings, sizes)
+        with contextlib.ExitStack() as closing:
+            templates = Templates(program, sizes, arguments.keep, closing)
+            contest.Contest(templates, programs, links.opened, settings, results).run(part)
+    return results, heading
+
+
+def main():
+    """Exit codes: 0 measured, whatever the figures are; 1 failed, or a goal's row has none; 2 usage."""
+    arguments = parse_arguments()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        chosen, rows = choose(arguments)
+        if arguments.list:
+            print("\n".join([*rows, *(cell.name for cell in chosen)]))
+            return 0
+        programs = Programs(arguments.programs)
+        program = emulators.find(arguments.qemu, not arguments.installed_qemu)
+        progress(f"QEMU {program.version}")
+        results, heading = measure(arguments, chosen, program, programs)
+    except (ScriptError, OSError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    judged = goals.rows(results, _DOWNTIME_MS, rows)
+    details, costs = goals.details(results), goals.verify_costs(results)
+    print(heading)
+    output.print_goals(judged)
+    output.print_details(details, costs)
+    output.print_skipped(results.reasons())
+    if arguments.json:
+        output.write_json(arguments.json, [*judged, *details, *costs], heading, results.reasons())
+    if arguments.plot:
+        output.write_plot(arguments.plot, details, heading)
+    print(f"\n{len(judged)} goals: {sum(row.met is True for row in judged)} met, "
+          f"{sum(row.met is False for row in judged)} missed, {sum(row.met is None for row in judged)} skipped")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
