@@ -43,7 +43,7 @@ class Cell:
         if self.life == "sparse":
             return set()
         kinds = {kind_of(self, name) for name in self.contenders if name.startswith("qemu")}
-        if self.life != "busy" and any(name.startswith("ours") for name in self.contenders):
+        if any(name.startswith("ours") for name in self.contenders):
             kinds.add(Kind(self.life, self.init, True))
         return kinds
 

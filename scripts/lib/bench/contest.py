@@ -104,8 +104,7 @@ class Contest:
                 self.templates.drop(kind)
 
     def _cell(self, cell, link):
-        for kind in sorted(cell.kinds(), key=str):
-            self.templates.get(kind)
+        self.templates.get_all(cell.kinds())
         for number in range(self.settings.rounds):
             for contender in cell.contenders if number % 2 == 0 else cell.contenders[::-1]:
                 if self.results.skipped(cell.name, contender):
@@ -142,8 +141,7 @@ class Contest:
         if cell.life == "sparse":
             return ours.soft_guest(cells.SPARSE[contender.removeprefix("ours-")], "--used", cells.SPARSE_USED)
         if cell.life == "busy":
-            # What the emulated guest holds besides what it churns is what a fresh one does.
-            used = f"{self.settings.idle_used_bytes + sizes.churn_bytes >> 20}M"
+            used = f"{self.templates.used_bytes(Kind(cell.life, cell.init, True)) // MIB}M"
             workload = f"churn:{sizes.churn_pages_per_s}"
             init = ["--init-on-alloc"] if cell.init else []
             return ours.soft_guest(sizes.memory_bytes, "--used", used, "--workload", workload, *init)
@@ -160,10 +158,11 @@ class Contest:
         return ours.plain_copy(self.programs, sent, cell.receiver == "populated", before=self._settle)
 
 
-def heading(program, settings, sizes):
-    """What the figures were taken with."""
+def heading(program, settings, sizes, rates):
+    """What the figures were taken with; `rates` are what busy guests dirty, pages a second."""
+    busy = " and ".join(map(str, rates))
     return (
         f"{measure.machine()}\nQEMU {program.version} (TCG), guests of {sizes.memory_bytes // MIB} MiB, aged by "
-        f"{sizes.age_bytes // MIB} MiB, busy with {sizes.churn_pages_per_s} pages/s in {sizes.churn_bytes // MIB} MiB; "
+        f"{sizes.age_bytes // MIB} MiB, busy with {busy} pages/s in {sizes.churn_bytes // MIB} MiB; "
         f"{settings.rounds} rounds, medians; each waits {settings.settle_s:g} s before it starts"
     )

@@ -106,21 +106,20 @@ def sizes_for(arguments, gbit):
 
 
 def measure(arguments, chosen, program, programs):
-    """Runs the cells, those behind a link with a busy guest of their own; returns the results and a heading."""
+    """Runs the cells, each with the guests that its link asks for; returns the results and a heading."""
     settings = SimpleNamespace(
-        rounds=arguments.rounds, settle_s=arguments.settle, limit_s=arguments.limit, downtime_ms=_DOWNTIME_MS,
-        idle_used_bytes=min(300 * MIB, arguments.memory // 4),
+        rounds=arguments.rounds, settle_s=arguments.settle, limit_s=arguments.limit, downtime_ms=_DOWNTIME_MS
     )
-    results, heading = contest.Results(), None
-    busy_rates = sorted({cell.gbit if cell.life == "busy" else 0 for cell in chosen})
-    for gbit in busy_rates:
-        part = [cell for cell in chosen if (cell.gbit if cell.life == "busy" else 0) == gbit]
-        sizes = sizes_for(arguments, gbit)
-        heading = heading or contest.heading(program, settings, sizes)
+    results = contest.Results()
+    by_rate = {}
+    for cell in chosen:
+        by_rate.setdefault(cell.gbit if cell.life == "busy" else 0, []).append(cell)
+    for gbit, part in sorted(by_rate.items()):
         with contextlib.ExitStack() as closing:
-            templates = Templates(program, sizes, arguments.keep, closing)
+            templates = Templates(program, sizes_for(arguments, gbit), arguments.keep, closing)
             contest.Contest(templates, programs, links.opened, settings, results).run(part)
-    return results, heading
+    rates = [sizes_for(arguments, gbit).churn_pages_per_s for gbit in sorted(by_rate)]
+    return results, contest.heading(program, settings, sizes_for(arguments, 0), rates)
 
 
 def main():

@@ -122,7 +122,6 @@ def migrate(programs, scratch, guest, way, memory_bytes, *, link=None, before=la
     prefixes = (link.source, link.receiver) if link else ((), ())
     with contextlib.ExitStack() as closing:
         work = Path(closing.enter_context(tempfile.TemporaryDirectory(dir=scratch)))
-        before()
         command = [*prefixes[1], programs.receive, "--listen", f"tcp:{link.address if link else '127.0.0.1'}:0"]
         command += ["--run-for", f"{_RUN_FOR_MS}ms", "--report", str(work / "receiver.json")]
         command += ["--ram", str(work / "ram")] if way.shared else []
@@ -130,6 +129,10 @@ def migrate(programs, scratch, guest, way, memory_bytes, *, link=None, before=la
         receiver = _start(closing, command, work / "receiver.log", stdout=subprocess.PIPE, text=True)
         address = receiver.stdout.readline().strip().removeprefix("listening on ")
         closing.callback(receiver.stdout.close)
+        if not address:
+            _wait(receiver, "migrate-recv")
+            raise ScriptError("migrate-recv ended without an error and without listening")
+        before()  # what --prealloc populated is there, and memory that was given back settles
         command = [*prefixes[0], programs.send, "--to", address, "--report", str(work / "source.json"), "--quiet"]
         command += [*guest, *way.send, *(["--verify"] if way.verify else [])]
         sender = _start(closing, command, work / "source.log", stdout=subprocess.DEVNULL)

@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +22,16 @@ from emulated.basics import GIB, MIB, PAGE_BYTES, ScriptError, progress
 from emulator import Emulator
 
 TMPFS = Path("/dev/shm")
+DISK = Path("/var/tmp")
 STATE = "state"
 _LIMIT_S = 1800
 _SAVE_S = 600
 _MODULES = (
     "virtio_ring", "virtio", "virtio_pci_legacy_dev", "virtio_pci_modern_dev", "virtio_pci", "virtio_balloon",
 )  # in the order in which they can be loaded
-# Above this the PC's RAM has a gap below 4 GiB. `pc` leaves it the last GiB, as --prealloc=linux has it; q35 two.
-_GAP_FROM_BYTES = 3 * GIB
+# `pc` leaves the last GiB below 4 GiB to devices, as --prealloc=linux has it; q35 leaves them two.
+_MACHINE = "pc"
+_AT_ONCE_UP_TO_BYTES = 2 * GIB
 
 
 @dataclass(frozen=True)
@@ -59,16 +62,20 @@ def devices(hint):
     return ["-object", "iothread,id=io0", "-device", f"virtio-balloon-pci,id=balloon0,addr=0x5{hints}"]
 
 
+def _folder(closing, where):
+    return Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="pageferry-bench-", dir=where)))
+
+
 class Templates:
     """Makes templates as they are wanted, and drops those that are not wanted any more."""
 
     def __init__(self, program, sizes, keep, closing):
         self.program = program
         self.sizes = sizes
-        self.machine = "pc"
+        self.machine = _MACHINE
         self._keep = keep
-        self.disk = keep or Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="pageferry-bench-", dir="/var/tmp")))
-        self.scratch = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="pageferry-bench-", dir=TMPFS)))
+        self.disk = keep or _folder(closing, DISK)
+        self.scratch = _folder(closing, TMPFS)
         self.kernel, busybox = packages.kernel_and_busybox(False)
         self.initrd = initrd.build(busybox, self.scratch, self._modules())
 
@@ -95,6 +102,16 @@ class Templates:
             sizes += f"-{self.sizes.churn_bytes // MIB}M-{self.sizes.churn_pages_per_s}"
         return self.disk / f"{kind}-{sizes}-qemu-{self.program.version}"
 
+    def get_all(self, kinds):
+        """Makes templates that are not there: two at a time where memory is no matter, for they wait more than they do.
+
+        The threads that make them live as long as their emulators, which end with the thread that started them.
+        """
+        at_once = 2 if self.sizes.memory_bytes <= _AT_ONCE_UP_TO_BYTES else 1
+        with ThreadPoolExecutor(at_once) as pool:
+            for made in [pool.submit(self.get, kind) for kind in sorted(kinds, key=str)]:
+                made.result()
+
     def get(self, kind):
         """The folder of a template, which is made when it is not there."""
         folder = self.folder(kind)
@@ -108,6 +125,10 @@ class Templates:
                         os.replace(Path(making, name), Path(making, "whole", name))
                 Path(making, "whole").rename(folder)
         return folder
+
+    def used_bytes(self, kind):
+        """How much of a guest's RAM is not zero: what its state takes, which holds no more."""
+        return (self.get(kind) / STATE).stat().st_blocks * 512
 
     def ram(self, kind):
         """The folder with a guest's RAM, layout and free map for ours, in memory as a running guest's is."""
