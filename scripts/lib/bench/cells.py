@@ -1,8 +1,9 @@
 """What is measured: cells, each a guest on a kind of memory over a link, and who takes part in it.
 
 A contender's name says how it is set up. `qemu`, `qemu-hints`, each with `-2ch` or `-4ch` for multifd and `-zstd` for
-its compression; `ours`, with `-skip-none`, `-compress` (auto), `-unverified` (it counts CPU time) or `-memory` (its own
-memory is sampled) behind it, or with the size of a sparse soft guest; `floor`.
+its compression; `ours`, with `-skip-none`, `-compress` (auto), `-unverified` (it counts CPU time), `-memory` (its own
+memory is sampled) or `-soft` (the built-in guest, which runs, as much of it in use) behind it, or with the size of a
+sparse soft guest; `floor`.
 """
 
 import itertools
@@ -54,6 +55,7 @@ def kind_of(cell, contender):
 
 
 _QEMU = ("qemu", "qemu-2ch", "qemu-4ch", "qemu-hints", "qemu-hints-2ch", "qemu-hints-4ch")
+_COMPRESSED = ("qemu-zstd-4ch", "qemu-hints-zstd-4ch")
 _FEW = ("qemu", "qemu-4ch", "qemu-hints", "ours")
 
 
@@ -61,10 +63,10 @@ def usual():
     """The cells that the goals need, and one or more of each life, memory, receiver and setting of init_on_alloc."""
     return [
         Cell("sparse", 0, "anon", "cold", tuple(f"ours-{size}" for size in SPARSE)),
-        Cell("fresh", 0, "anon", "cold", (*_QEMU, "ours", "ours-skip-none", "floor")),
+        Cell("fresh", 0, "anon", "cold", (*_QEMU, "ours", "ours-soft", "ours-skip-none", "floor")),
         Cell("fresh", 0, "anon", "populated", (*_QEMU, "ours", "floor")),
         Cell("fresh", 0, "memfd", "cold", ("qemu-hints", "qemu-hints-4ch", "ours", "ours-memory")),
-        Cell("fresh", 0, "anon", "cold", (*_QEMU, "qemu-zstd-4ch", "qemu-hints-zstd-4ch", "ours", "ours-compress"), gbit=1),
+        Cell("fresh", 0, "anon", "cold", (*_QEMU, *_COMPRESSED, "ours", "ours-compress"), gbit=1),
         Cell("fresh", 1, "anon", "cold", _FEW),
         Cell("fresh", 1, "memfd", "cold", ("qemu", "qemu-4ch", "qemu-hints", "ours")),
         Cell("aged", 0, "anon", "cold", (*_QEMU, "ours", "ours-skip-none", "ours-skip-none-unverified", "floor")),
@@ -93,7 +95,7 @@ def behind_links():
     for gbit, delay in itertools.product((10, 1), (0.2, 20)):
         who = (*_QEMU, "qemu-hints-zstd-4ch", "ours", "ours-compress", "floor")
         cells.append(Cell("fresh", 0, "anon", "cold", who, gbit=gbit, delay_ms=delay))
-        cells.append(Cell("busy", 0, "anon", "cold", ("qemu", "qemu-4ch", "qemu-hints", "ours"), gbit=gbit, delay_ms=delay))
+        cells.append(Cell("busy", 0, "anon", "cold", _FEW, gbit=gbit, delay_ms=delay))
     return cells
 
 

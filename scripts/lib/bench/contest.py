@@ -15,6 +15,10 @@ from emulated.basics import MIB, ScriptError, progress
 from templates import Kind
 
 
+# Of memory, in guests: what source and destination can take, both whole, and a little.
+_ROOM = 2.2
+
+
 class Missing(Exception):
     """A figure that is not there; the message says why."""
 
@@ -90,6 +94,11 @@ class Contest:
 
     def run(self, chosen):
         """All cells, those of one template together; a template goes when no later cell needs it."""
+        if measure.available_bytes() < _ROOM * self.templates.sizes.memory_bytes:
+            raise ScriptError(
+                f"{measure.available_bytes() // MIB} MiB of memory are available, and two guests take "
+                f"{int(_ROOM * self.templates.sizes.memory_bytes) // MIB}: free some, or give a smaller --memory"
+            )
         chosen = sorted(chosen, key=lambda cell: (cell.life, cell.init))
         for index, cell in enumerate(chosen):
             try:
@@ -124,6 +133,8 @@ class Contest:
 
     def _one(self, cell, contender, link):
         if contender.startswith("qemu"):
+            if measure.available_bytes() < _ROOM * self.templates.sizes.memory_bytes:
+                self.templates.drop_rams()
             way = cells.way_of(cell, contender, self.settings.downtime_ms, self.settings.limit_s)
             return qemu.migrate(
                 self.templates, cells.kind_of(cell, contender), way, link=link, before=self._settle
@@ -140,9 +151,9 @@ class Contest:
         sizes = self.templates.sizes
         if cell.life == "sparse":
             return ours.soft_guest(cells.SPARSE[contender.removeprefix("ours-")], "--used", cells.SPARSE_USED)
-        if cell.life == "busy":
+        if cell.life == "busy" or contender == "ours-soft":
             used = f"{self.templates.used_bytes(Kind(cell.life, cell.init, True)) // MIB}M"
-            workload = f"churn:{sizes.churn_pages_per_s}"
+            workload = f"churn:{sizes.churn_pages_per_s}" if cell.life == "busy" else "idle"
             init = ["--init-on-alloc"] if cell.init else []
             return ours.soft_guest(sizes.memory_bytes, "--used", used, "--workload", workload, *init)
         return ours.file_guest(self.templates.ram(Kind(cell.life, cell.init, True)))

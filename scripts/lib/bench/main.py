@@ -4,10 +4,10 @@
   scripts/bench links    behind 10 and 1 Gbit/s with 0.2 and 20 ms there and back
   scripts/bench inflate  the balloon alone (see scripts/bench inflate --help)
 
-QEMU is Debian's, out of backports where that can be had, emulating (TCG); its guests run Debian's cloud kernel, ours are
-the same RAM with its map of free pages, or, where the guest is busy or sparse, the built-in guest with the same dirty
-rate. Fetches QEMU, the kernel and busybox by apt; needs root for the links, a C compiler, and memory: about three times
-the guests' for aged ones. Five rounds with guests of 8 GiB take about an hour and a half.
+QEMU is Debian's, out of backports where that can be had, emulating (TCG); its guests run Debian's cloud kernel, ours
+are the same RAM with its map of free pages, or, where the guest is busy or sparse, the built-in one with the same dirty
+rate. Fetches QEMU, the kernel and busybox by apt; needs a C compiler, root for the links, memory for two and a half of
+the guests, and three of them on disk.
 """
 
 import argparse
@@ -47,7 +47,8 @@ def _size(text):
 def parse_arguments():
     """The command line; ends the process with code 2 when it makes no sense."""
     parser = argparse.ArgumentParser(
-        prog="scripts/bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="scripts/bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("mode", nargs="?", choices=("migrate", "links"), default="migrate", help="what to measure")
     parser.add_argument("--rounds", type=int, help="rounds (default 5; quick: 1)")
@@ -55,19 +56,19 @@ def parse_arguments():
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="only these rows or cells (--list)")
     parser.add_argument("--list", action="store_true", help="print the names of rows and cells, and measure nothing")
     parser.add_argument("--all", action="store_true", help="every life, memory, setting and way of QEMU: many hours")
-    parser.add_argument("--quick", action="store_true", help="tiny guests, one round: whether it runs, not what it says")
+    parser.add_argument("--quick", action="store_true", help="tiny guests, one round: whether it runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="leave the rows here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="leave a plot here (SVG)")
     parser.add_argument("--settle", type=float, metavar="SECONDS", help="to wait before each (default 4; quick: 0.3)")
-    parser.add_argument("--limit", type=int, metavar="SECONDS", help="for one migration by QEMU (default 120; quick: 20)")
+    parser.add_argument("--limit", type=int, metavar="SECONDS", help="for each of QEMU's (default 120; quick: 20)")
     parser.add_argument(
         "--busy-rate", type=_size, metavar="SIZE",
-        help="bytes that the busy guest dirties a second (default 256M, about half of what QEMU moves on loopback; "
-        "behind a link half of it)",
+        help="what the busy guest dirties a second (default 256M, about half of what QEMU moves on loopback; behind a "
+        "link half of what that carries)",
     )
     parser.add_argument("--qemu", type=Path, metavar="PROGRAM", help="this QEMU in place of the one from backports")
-    parser.add_argument("--installed-qemu", action="store_true", help="the installed QEMU in place of that from backports")
-    parser.add_argument("--programs", type=Path, metavar="DIR", help="commands that are built already, in place of building")
+    parser.add_argument("--installed-qemu", action="store_true", help="the installed QEMU, not that of backports")
+    parser.add_argument("--programs", type=Path, metavar="DIR", help="commands that are built already")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep guests here, and take those that are here")
     arguments = parser.parse_args()
     for name, value in (_QUICK if arguments.quick else _FULL).items():

@@ -29,6 +29,16 @@ def own_bytes(pid):
     return None if fields is None else fields["RssAnon"] + fields["RssFile"]
 
 
+def _meminfo(name):
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) << 10
+
+
+def available_bytes():
+    """The memory that can be taken without anything being put out."""
+    return _meminfo("MemAvailable")
+
+
 def machine():
     """One line on the machine."""
     model = "unknown"
@@ -37,6 +47,4 @@ def machine():
             if line.startswith("model name"):
                 model = line.partition(":")[2].strip()
                 break
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        total = int(next(line for line in lines if line.startswith("MemTotal:")).split()[1]) >> 20
-    return f"{os.cpu_count()} cores, {total} GiB, Linux {os.uname().release}, {model}"
+    return f"{os.cpu_count()} cores, {_meminfo('MemTotal') >> 30} GiB, Linux {os.uname().release}, {model}"

@@ -1,6 +1,6 @@
 """Ours: one migration by migrate-send and migrate-recv, and the floor under it, a plain copy over TCP.
 
-Every run verifies, and what that took is kept apart: the totals here are without it, as the report's downtime is. Only a
+Every run verifies, and what that took is kept apart: totals here are without it, as the report's downtime is. Only a
 run that counts CPU time leaves it out, for CPU time cannot be taken apart afterwards.
 """
 

@@ -84,7 +84,8 @@ class Templates:
         found = {path.stem: path for path in tree.glob("*/kernel/drivers/virtio/*.ko")}
         missing = [name for name in _MODULES if name not in found]
         if missing:
-            raise ScriptError(f"{self.kernel} came without its modules {', '.join(missing)}; try capture-linux-ram --refresh")
+            lost = ", ".join(missing)
+            raise ScriptError(f"{self.kernel} came without its modules {lost}; try capture-linux-ram --refresh")
         return [found[name] for name in _MODULES]
 
     def append(self, kind):
@@ -142,6 +143,11 @@ class Templates:
                 image.copy_sparse(file.fileno(), folder / image.RAM, self.sizes.memory_bytes)
         return folder
 
+    def drop_rams(self):
+        """Copies of guests' RAM in memory, which make room for others and come again when they are wanted."""
+        for folder in self.scratch.glob("ram-*"):
+            shutil.rmtree(folder)
+
     def drop(self, kind):
         """A template that is not wanted any more; it stays if it is to be kept."""
         shutil.rmtree(self.scratch / f"ram-{kind}", ignore_errors=True)
@@ -193,7 +199,9 @@ def check_hints(guest, program):
     told = guest.command("x-query-virtio-status", path=path)
     taken = " ".join(told["guest-features"].get("dev-features", []))
     if "FREE_PAGE_HINT" not in taken:
-        raise ScriptError(f"the guest's balloon driver takes no hints from QEMU {program.version}; it took: {taken or 'nothing'}")
+        raise ScriptError(
+            f"the guest's balloon driver takes no hints from QEMU {program.version}; it took: {taken or 'nothing'}"
+        )
 
 
 def save(guest, program, path):
