@@ -55,7 +55,6 @@ class _Goal:
     scale: float = 1
     at_least: bool = False
     judged: str = "ratio"
-    peer_cell: str = None
 
 
 GOALS = (
@@ -142,10 +141,9 @@ def details(results):
     found = []
     for (cell, contender), _ in results.each().items():
         own = "ours-8g" if cell == "sparse" else "ours"
+        row = Row(f"{cell}-{contender}", peer=results.median(cell, contender, "total_ms"), peer_name=contender)
+        row.runs = {"ours": [], "peer": results.runs(cell, contender, "total_ms")}
         try:
-            theirs = results.runs(cell, contender, "total_ms")
-            row = Row(f"{cell}-{contender}", peer=results.median(cell, contender, "total_ms"), peer_name=contender)
-            row.runs = {"ours": [], "peer": theirs}
             row.ours = results.median(cell, own, "total_ms")
             row.runs["ours"] = results.runs(cell, own, "total_ms")
             row.ratio = row.peer / row.ours if contender == "floor" else row.ours / row.peer

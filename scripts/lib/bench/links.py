@@ -24,7 +24,6 @@ class Link:
     """The prefixes that run a command on either side, and the receiver's address."""
 
     def __init__(self, source, receiver):
-        self._names = (source, receiver)
         self.source = ("ip", "netns", "exec", source)
         self.receiver = ("ip", "netns", "exec", receiver)
         self.address = _RECEIVER
