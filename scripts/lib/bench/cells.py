@@ -10,7 +10,7 @@ import itertools
 from dataclasses import dataclass, replace
 
 import ours
-from emulated.basics import ScriptError
+from measure import Unavailable
 from qemu import Way
 from templates import Kind
 
@@ -129,7 +129,7 @@ def ours_of(cell, contender, programs, downtime_ms):
         send += ["--compress", "none"]
     missing = programs.missing(send)
     if missing:
-        raise ScriptError(f"migrate-send has no {missing}")
+        raise Unavailable(f"migrate-send has no {missing}")
     return ours.Ours(
         send=tuple(send), shared=cell.ram == "memfd", prealloc=cell.receiver == "populated",
         verify="unverified" not in contender, sample="memory" in contender,

@@ -29,14 +29,17 @@ class Results:
     def __init__(self):
         self._runs = {}
         self._why = {}
+        self.failed = False
 
     def add(self, cell, contender, figures):
         """A run."""
         self._runs.setdefault((cell, contender), []).append(figures)
 
     def skip(self, cell, contender, why):
-        """Says why there will be no figures."""
-        self._why.setdefault((cell, contender), str(why).splitlines()[0])
+        """Says why there will be no figures. What could have been had and was not has failed."""
+        failed = not isinstance(why, measure.Unavailable)
+        self.failed |= failed
+        self._why.setdefault((cell, contender), f"{'FAILED: ' if failed else ''}{str(why).splitlines()[0]}")
 
     def skipped(self, cell, contender):
         """Whether it was found that there will be no figures."""
@@ -163,7 +166,7 @@ class Contest:
         try:
             sent = self.results.median(cell.name, "ours", "sent_bytes")
         except Missing as why:
-            raise ScriptError(f"nobody knows yet how much to copy: {why}") from why
+            raise measure.Unavailable(f"nobody knows how much to copy: {why}") from why
         if link:
             return link.plain_copy(sent, before=self._settle)
         return ours.plain_copy(self.programs, sent, cell.receiver == "populated", before=self._settle)

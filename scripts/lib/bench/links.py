@@ -14,6 +14,7 @@ from pathlib import Path
 
 from emulated import process
 from emulated.basics import ScriptError, compile_static, run
+from measure import Unavailable
 
 HERE = Path(__file__).resolve().parent
 _SOURCE, _RECEIVER = "10.85.0.1", "10.85.0.2"
@@ -40,8 +41,15 @@ class Link:
         return {"total_ms": ms, "moved_bytes": moved_bytes, "round_0_bytes_per_s": moved_bytes / ms * 1e3}
 
 
+def _try(what, command):
+    try:
+        run(what, command)
+    except ScriptError as error:
+        raise Unavailable(str(error)) from error
+
+
 def _ip(*words):
-    run("setting up a link (this takes root, ip and namespaces)", ["ip", *words])
+    _try("setting up a link (this takes root, ip and namespaces)", ["ip", *words])
 
 
 def _namespaces(closing):
@@ -67,7 +75,7 @@ def _by_kernel(names, gbit):
     bucket = max(256 << 10, int(gbit * 1e9 / 8 / 250))  # what crosses within a tick of the slowest kernel's timer
     for name, device in zip(names, devices):
         command = ["tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", "rate", f"{gbit:g}gbit"]
-        run("pacing a link", [*command, "burst", str(bucket), "latency", "50ms"])
+        _try("pacing a link", [*command, "burst", str(bucket), "latency", "50ms"])
 
 
 def _by_relay(names, gbit, delay_ms, closing):
@@ -79,7 +87,7 @@ def _by_relay(names, gbit, delay_ms, closing):
     deadline = time.monotonic() + _START_S
     while "ready" not in (work / "said").read_text():
         if relay.poll() is not None or time.monotonic() > deadline:
-            raise ScriptError(f"no link with delay: {(work / 'said').read_text().strip() or 'it did not start'}")
+            raise Unavailable(f"no link with delay: {(work / 'said').read_text().strip() or 'it did not start'}")
         time.sleep(0.02)
     _up(names, ("pfb0", "pfb0"))
 

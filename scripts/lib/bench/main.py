@@ -92,7 +92,8 @@ def choose(arguments):
     if arguments.only:
         unknown = set(arguments.only) - set(rows) - {cell.name for cell in chosen}
         if unknown:
-            raise ScriptError(f"there is no row or cell {sorted(unknown)[0]}: scripts/bench --list has the names")
+            print(f"bench: there is no row or cell {sorted(unknown)[0]}; --list has the names", file=sys.stderr)
+            sys.exit(2)
         needed = goals.needed(arguments.only, chosen)
         rows = [name for name in rows if name in arguments.only]
         chosen = [cells.part(cell, needed[cell.name]) for cell in chosen if cell.name in needed]
@@ -124,7 +125,7 @@ def measure(arguments, chosen, program, programs):
 
 
 def main():
-    """Exit codes: 0 measured, whatever the figures are; 1 failed, or a goal's row has none; 2 usage."""
+    """Exit codes: 0 measured, whatever the figures are and whatever was not to be had; 1 something failed; 2 usage."""
     arguments = parse_arguments()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
@@ -154,7 +155,7 @@ def main():
         output.write_plot(arguments.plot, details, heading)
     print(f"\n{len(judged)} goals: {sum(row.met is True for row in judged)} met, "
           f"{sum(row.met is False for row in judged)} missed, {sum(row.met is None for row in judged)} skipped")
-    return 0
+    return 1 if results.failed else 0
 
 
 if __name__ == "__main__":

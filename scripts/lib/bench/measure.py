@@ -1,7 +1,13 @@
-"""What is read of processes: CPU time and memory."""
+"""What is read of processes and of the machine: CPU time and memory. And the word for what is not to be had."""
 
 import os
 import time
+
+from emulated.basics import ScriptError
+
+
+class Unavailable(ScriptError):
+    """Something that this machine or this build has not got: what needs it is skipped, and nothing has failed."""
 
 
 def cpu_seconds(pid):
