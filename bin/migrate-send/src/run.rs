@@ -48,6 +48,7 @@ fn options(arguments: &Arguments, to: &Address) -> Result<SendOptions, Error> {
         source: arguments.send.plan(is_local(to))?,
         connect_timeout: arguments.send.connect_timeout,
         max_bandwidth: Some(arguments.send.max_bandwidth).filter(|&rate| rate > 0),
+        compress: arguments.send.compress,
         ..SendOptions::default()
     })
 }

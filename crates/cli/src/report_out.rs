@@ -279,6 +279,18 @@ fn summary(report: &Report) -> String {
             p.total, p.sent, p.zero, p.hole, p.hinted, p.ballooned, p.filled, p.resent
         ),
     );
+    if let Some(compress) = &report.compress {
+        let ratio = if compress.used == "none" {
+            String::new()
+        } else {
+            format!(
+                ", {} as {}",
+                human_bytes(compress.raw_bytes),
+                human_bytes(compress.wire_bytes)
+            )
+        };
+        line("compress", format!("{}{ratio}: {}", compress.used, compress.why));
+    }
     // The source asks; a receiver's line could only say that it did not.
     if report.role == Role::Source {
         let asked = if report.balloon.asked { "asked" } else { "not asked" };
@@ -332,6 +344,7 @@ mod tests {
             "pages",
             "balloon",
             "rounds",
+            "compress",
             "verified",
             "verify_ms",
             "peak_rss_bytes",

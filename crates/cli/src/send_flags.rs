@@ -5,7 +5,7 @@ use crate::units::{parse_bandwidth, parse_duration};
 use crate::{BalloonChoice, Error, GuestFlags, GuestKind};
 use clap::{Args, ValueEnum};
 use engine::{Ask, OnTimeout, SkipSet, SourceConfig};
-use pageferry::Address;
+use pageferry::{Address, Compress};
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -124,6 +124,9 @@ pub struct SendFlags {
     /// The most bandwidth to take, as 10Gbit; 0: no limit
     #[arg(long, value_parser = parse_bandwidth, default_value = "0", value_name = "RATE")]
     pub max_bandwidth: u64,
+    /// Pack pages on their way: auto (by what pays, where the link is slow), none, lz4, zstd[:LEVEL]
+    #[arg(long, default_value = "auto", value_name = "HOW")]
+    pub compress: Compress,
     /// The downtime to aim at
     #[arg(long, value_parser = parse_duration, default_value = "300ms", value_name = "TIME")]
     pub downtime_limit: Duration,
@@ -431,6 +434,8 @@ mod tests {
             ("--peer-timeout 0", "--peer-timeout"),
             ("--hint-timeout 5", "'5'"),
             ("--max-bandwidth 10", "'10'"),
+            ("--compress gzip", "'gzip'"),
+            ("--compress zstd:20", "'zstd:20'"),
         ] {
             let error = plan(line).unwrap_err();
             assert!(error.contains(word), "{line}: {error}");

@@ -94,6 +94,15 @@ impl GuestRam for TamperedRam {
         self.inner.host_available()
     }
 
+    fn copies_in(&self) -> bool {
+        self.inner.copies_in()
+    }
+
+    fn copy_in(&self, range: PageRange, from: &[u8]) -> Result<()> {
+        *self.came.lock().unwrap_or_else(PoisonError::into_inner) = Some(range);
+        GuestRam::copy_in(&*self.inner, range, from)
+    }
+
     fn read_page(&self, pfn: Pfn, into: &mut [u8; 4096]) -> Result<()> {
         self.inner.read_page(pfn, into)
     }

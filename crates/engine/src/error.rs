@@ -170,6 +170,7 @@ pub(crate) fn name_of(message: &Message) -> &'static str {
         Message::NotRunning(_) => "NotRunning",
         Message::Abort { .. } => "Abort",
         Message::Ping => "Ping",
+        Message::Offer(_) => "Offer",
     }
 }
 

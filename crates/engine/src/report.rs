@@ -54,6 +54,9 @@ pub struct Report {
     pub balloon: BalloonReport,
     /// One entry a round.
     pub rounds: Vec<RoundReport>,
+    /// What was packed, and why; the source's alone.
+    #[serde(default)]
+    pub compress: Option<CompressReport>,
     /// Whether both sides' digests were equal; null where they were not compared.
     pub verified: Option<bool>,
     /// The most memory that this process held.
@@ -87,6 +90,7 @@ impl Report {
                 ..BalloonReport::default()
             },
             rounds: Vec::new(),
+            compress: None,
             verified: None,
             peak_rss_bytes: 0,
         }
@@ -156,6 +160,21 @@ pub struct BalloonReport {
     pub malformed: u64,
     /// Whether the session ran into its time-out.
     pub timed_out: bool,
+}
+
+/// Whether pages were packed on their way.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CompressReport {
+    /// What was asked for.
+    pub asked: String,
+    /// What most pages were packed by; `none`: they went as they were.
+    pub used: String,
+    /// Why.
+    pub why: String,
+    /// Bytes of pages that were sent with content.
+    pub raw_bytes: u64,
+    /// Bytes that crossed for them, headers left out.
+    pub wire_bytes: u64,
 }
 
 /// One round.

@@ -79,6 +79,17 @@ pub trait GuestRam: Send + Sync {
         None
     }
 
+    /// Whether [`GuestRam::copy_in`] is there: a destination without it takes no packed pages.
+    fn copies_in(&self) -> bool {
+        false
+    }
+
+    /// Copies `from`, which is as long, into `range`. Called only where [`GuestRam::copies_in`].
+    fn copy_in(&self, range: PageRange, from: &[u8]) -> Result<()> {
+        let _ = from;
+        Err(crate::Error::Refused(format!("pages {range} cannot be copied to here")))
+    }
+
     /// Copies one page out.
     fn read_page(&self, pfn: Pfn, into: &mut [u8; 4096]) -> Result<()>;
 }

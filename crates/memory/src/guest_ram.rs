@@ -157,6 +157,22 @@ impl GuestRam for GuestMemory {
         crate::populate::available_bytes().unwrap_or_default()
     }
 
+    fn copies_in(&self) -> bool {
+        true
+    }
+
+    fn copy_in(&self, range: PageRange, from: &[u8]) -> machine::Result<()> {
+        let place = self.place(range)?;
+        if from.len() as u64 != range.bytes() {
+            let (given, bytes) = (from.len(), range.bytes());
+            let reason = format!("{given} bytes are no content for the {bytes} of pages {range}");
+            return Err(machine::Error::Refused(reason));
+        }
+        self.check_writable(range)?;
+        self.check_length(range, place)?;
+        Ok(GuestMemory::copy_in(self, place, range, from)?)
+    }
+
     fn read_page(&self, pfn: Pfn, into: &mut [u8; 4096]) -> machine::Result<()> {
         let range = PageRange::new(pfn, 1).ok_or(Error::BytesOutsideRam {
             address: u64::MAX,

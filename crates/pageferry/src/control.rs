@@ -124,12 +124,24 @@ async fn write(socket: Arc<AsyncSocket>, mut queue: mpsc::UnboundedReceiver<Byte
 }
 
 async fn read(socket: Arc<AsyncSocket>, expect_reply: bool, out: mpsc::Sender<Incoming>, bytes: Arc<AtomicU64>) {
-    if expect_reply && let Err(last) = read_reply(&socket).await {
-        send(&out, last).await;
-        return;
+    // Of a source, nothing is offered.
+    let mut version = 0;
+    if expect_reply {
+        match read_reply(&socket).await {
+            Ok(agreed) => version = agreed,
+            Err(last) => {
+                send(&out, last).await;
+                return;
+            }
+        }
     }
     loop {
         match read_message(&socket, &bytes).await {
+            Ok(Message::Offer(_)) if version < wire::PACKING_SINCE => {
+                let reason = "an Offer message, which only a receiver of version 2 or later sends".to_owned();
+                send(&out, Incoming::Malformed(reason)).await;
+                return;
+            }
             Ok(message) => {
                 if !send(&out, Incoming::Message(message)).await {
                     return;
@@ -147,7 +159,7 @@ async fn send(out: &mpsc::Sender<Incoming>, incoming: Incoming) -> bool {
     out.send(incoming).await.is_ok()
 }
 
-async fn read_reply(socket: &AsyncSocket) -> Result<(), Incoming> {
+async fn read_reply(socket: &AsyncSocket) -> Result<u16, Incoming> {
     let mut buffer = [0; wire::REPLY_BYTES];
     let mut have = 0;
     while have < buffer.len() {
@@ -167,7 +179,7 @@ async fn read_reply(socket: &AsyncSocket) -> Result<(), Incoming> {
         ))
     })?;
     tracing::debug!(version, "the receiver answers");
-    Ok(())
+    Ok(version)
 }
 
 /// Reads one message.

@@ -3,6 +3,7 @@
 use crate::Error;
 use engine::{DestinationConfig, SourceConfig};
 use machine::{DirtyTracker, FreePages, GuestRam, Machine, MachineConfig};
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,6 +28,67 @@ impl std::fmt::Debug for Guest {
     }
 }
 
+/// How a source packs the pages of its batches.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub enum Compress {
+    /// By what pays, where the link is slower than the processors pack.
+    #[default]
+    Auto,
+    /// Not at all.
+    None,
+    /// By LZ4.
+    Lz4,
+    /// By Zstandard at this level, 1 to 19.
+    Zstd(u8),
+}
+
+impl std::str::FromStr for Compress {
+    type Err = String;
+
+    fn from_str(word: &str) -> Result<Self, String> {
+        let wrong = || {
+            let most = codec::MAX_ZSTD_LEVEL;
+            format!("'{word}' is no way to compress: give auto, none, lz4, or zstd[:LEVEL] with a level of 1 to {most}")
+        };
+        match word {
+            "auto" => return Ok(Compress::Auto),
+            "none" => return Ok(Compress::None),
+            "lz4" => return Ok(Compress::Lz4),
+            "zstd" => return Ok(Compress::Zstd(codec::ZSTD_LEVEL)),
+            _ => {}
+        }
+        let level = word.strip_prefix("zstd:").and_then(|level| level.parse().ok());
+        let level = level.filter(|level| (1..=codec::MAX_ZSTD_LEVEL).contains(level));
+        level.map(Compress::Zstd).ok_or_else(wrong)
+    }
+}
+
+impl std::fmt::Display for Compress {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Compress::Auto => f.write_str("auto"),
+            Compress::None => f.write_str("none"),
+            Compress::Lz4 => f.write_str("lz4"),
+            Compress::Zstd(level) => write!(f, "zstd:{level}"),
+        }
+    }
+}
+
+impl From<Compress> for String {
+    fn from(compress: Compress) -> String {
+        compress.to_string()
+    }
+}
+
+impl TryFrom<String> for Compress {
+    type Error = String;
+
+    fn try_from(word: String) -> Result<Self, String> {
+        word.parse()
+    }
+}
+
 /// A source's settings.
 #[derive(Clone, Debug)]
 pub struct SendOptions {
@@ -38,6 +100,8 @@ pub struct SendOptions {
     pub max_bandwidth: Option<u64>,
     /// Bytes of kernel buffer a data socket asks for; 4 MiB is best on fast links.
     pub socket_buffer_bytes: usize,
+    /// Whether, and by what, pages are packed.
+    pub compress: Compress,
 }
 
 impl Default for SendOptions {
@@ -47,6 +111,7 @@ impl Default for SendOptions {
             connect_timeout: Duration::from_secs(10),
             max_bandwidth: None,
             socket_buffer_bytes: 4 << 20,
+            compress: Compress::default(),
         }
     }
 }
@@ -57,6 +122,14 @@ impl SendOptions {
         if streams == 0 || streams > MAX_STREAMS {
             return Err(Error::Options(format!(
                 "{streams} data streams were asked for; use 1 to {MAX_STREAMS}"
+            )));
+        }
+        if let Compress::Zstd(level) = self.compress
+            && !(1..=codec::MAX_ZSTD_LEVEL).contains(&level)
+        {
+            return Err(Error::Options(format!(
+                "level {level} of zstd was asked for; use 1 to {}",
+                codec::MAX_ZSTD_LEVEL
             )));
         }
         if self.max_bandwidth == Some(0) {
@@ -107,5 +180,34 @@ impl Default for ReceiveOptions {
             handshake_timeout: Duration::from_secs(10),
             socket_buffer_bytes: 4 << 20,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ways_to_compress_are_read_and_written() {
+        for (word, compress) in [
+            ("auto", Compress::Auto),
+            ("none", Compress::None),
+            ("lz4", Compress::Lz4),
+            ("zstd:1", Compress::Zstd(1)),
+            ("zstd:19", Compress::Zstd(19)),
+        ] {
+            assert_eq!(word.parse(), Ok(compress));
+            assert_eq!(compress.to_string(), word);
+        }
+        assert_eq!("zstd".parse(), Ok(Compress::Zstd(1)));
+        for word in ["", "zstd:", "zstd:0", "zstd:20", "zstd:-1", "lz4:2", "gzip", "ZSTD"] {
+            let error = word.parse::<Compress>().unwrap_err();
+            assert!(error.contains("lz4, or zstd[:LEVEL]"), "{error}");
+        }
+        let options = SendOptions {
+            compress: Compress::Zstd(20),
+            ..SendOptions::default()
+        };
+        assert!(options.check().unwrap_err().to_string().contains("level 20"));
     }
 }

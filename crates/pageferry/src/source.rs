@@ -2,12 +2,12 @@
 
 use crate::answers::Answers;
 use crate::control::{Control, Incoming};
-use crate::data::{Command, Pacer, Sender};
+use crate::data::{Command, Pacer, Sender, Totals};
 use crate::handle::{Finished, Watch};
 use crate::pulse::{Held, Pulse};
 use crate::transport::{self, AsyncSocket, Closer};
 use crate::worker::SourceWorker;
-use crate::{Address, Error, Guest, SendOptions, report};
+use crate::{Address, Compress, Error, Guest, SendOptions, report};
 use engine::{Ask, Ending, Outcome, Role, Source, SourceAction, SourceEvent, Step};
 use std::sync::Arc;
 use std::sync::mpsc as blocking;
@@ -143,6 +143,11 @@ struct Sending {
     answers: Arc<Answers>,
     events: mpsc::Receiver<SourceEvent>,
     pulse: Pulse,
+    compress: Compress,
+    /// What the streams pack, and may.
+    totals: Arc<Totals>,
+    /// Whether the receiver has accepted.
+    accepted: bool,
     /// A data stream's failure, held back for a moment: the receiver's own reason may be on its way.
     held: Held<SourceEvent>,
 }
@@ -161,10 +166,11 @@ impl Sending {
         let answers = Answers::new(&layout);
         let (out, events) = mpsc::channel(AHEAD);
         let closer = Arc::new(Closer::default());
+        let totals = Arc::new(Totals::default());
         let streams = if config.dry_run {
             Vec::new()
         } else {
-            start_streams(&guest, &to, &options, opened.session, &closer, &out)
+            start_streams(&guest, &to, &options, opened.session, (&closer, &totals), &out)
         };
         let worker = match SourceWorker::start(guest, config.skip.hole, Arc::clone(&answers), out) {
             Ok(worker) => worker,
@@ -185,6 +191,9 @@ impl Sending {
             answers,
             events,
             pulse: Pulse::new(watch, started),
+            compress: options.compress,
+            totals,
+            accepted: false,
             held: Held::default(),
         };
         let outcome = sending.drive().await;
@@ -220,6 +229,17 @@ impl Sending {
 
     fn incoming(&mut self, incoming: Incoming) {
         let event = match incoming {
+            Incoming::Message(Message::Offer(offer)) if !self.accepted => {
+                self.totals.offer(offer.codecs);
+                return;
+            }
+            Incoming::Message(Message::Accept(accept)) => match self.totals.check(self.compress) {
+                Ok(()) => {
+                    self.accepted = true;
+                    SourceEvent::Message(Message::Accept(accept))
+                }
+                Err(reason) => self.refuse(reason),
+            },
             Incoming::Message(message) => SourceEvent::Message(message),
             // It refuses us, though it cannot say so in a message that we both know.
             Incoming::Version(reason) => SourceEvent::Message(Message::Refuse { reasons: vec![reason] }),
@@ -230,6 +250,18 @@ impl Sending {
             Incoming::Gone(error) => SourceEvent::PeerGone { error },
         };
         self.handle(event);
+    }
+
+    /// This side refuses what the receiver would take: tells it, and ends as if it had refused.
+    fn refuse(&mut self, reason: String) -> SourceEvent {
+        let abort = Message::Abort {
+            reason: reason.clone(),
+            cause: wire::AbortCause::Failed,
+        };
+        if let Err(error) = self.control.transmit(&abort) {
+            tracing::warn!(%error, "the receiver is not told that it was refused");
+        }
+        SourceEvent::Message(Message::Refuse { reasons: vec![reason] })
     }
 
     fn event(&mut self, event: Option<SourceEvent>) {
@@ -301,6 +333,8 @@ impl Sending {
             streams,
             closer,
             mut events,
+            totals,
+            compress,
             ..
         } = self;
         let control_bytes = control.bytes();
@@ -320,6 +354,7 @@ impl Sending {
         drop(events);
         let guest = guest.await.ok().flatten();
         report::complete(&mut outcome, control_bytes);
+        outcome.report.compress = Some(totals.report(compress));
         tracing::info!(ending = %outcome.ending, error = outcome.error, total_ms = outcome.report.total_ms, "finished");
         Finished { outcome, guest }
     }
@@ -331,7 +366,7 @@ fn start_streams(
     to: &Address,
     options: &SendOptions,
     session: SessionId,
-    closer: &Arc<Closer>,
+    (closer, totals): (&Arc<Closer>, &Arc<Totals>),
     events: &mpsc::Sender<SourceEvent>,
 ) -> Vec<blocking::Sender<Command>> {
     let pacer = Arc::new(Pacer::new(options.max_bandwidth));
@@ -345,6 +380,9 @@ fn start_streams(
             peer_timeout: options.source.peer_timeout.max(MIN_PEER_TIMEOUT),
             buffer_bytes: options.socket_buffer_bytes,
             skip_zero: options.source.skip.zero,
+            compress: options.compress,
+            streams: options.source.streams,
+            totals: Arc::clone(totals),
             ram: Arc::clone(&guest.ram),
             pacer: Arc::clone(&pacer),
             closer: Arc::clone(closer),

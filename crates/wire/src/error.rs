@@ -55,7 +55,7 @@ pub enum Error {
         stream: u16,
     },
     /// A frame kind that no message has.
-    #[error("unknown control frame of kind {0}; kinds 1 to 15 are known")]
+    #[error("unknown control frame of kind {0}; kinds 1 to 16 are known")]
     FrameKind(u16),
     /// Bits that this version does not use are set.
     #[error("{what} has reserved bits set ({value:#x}); it is from another version, or damaged")]
@@ -192,6 +192,22 @@ pub enum Error {
         /// What the runs make.
         runs_bytes: u64,
         /// What the header says.
+        payload_bytes: u32,
+    },
+    /// Pages packed by something that this version does not have.
+    #[error("a batch is packed by codec {0}; 1 (lz4) and 2 (zstd) are known")]
+    Codec(u32),
+    /// Packed pages that are not smaller than what they hold, or a size where nothing is packed.
+    #[error(
+        "a batch of {payload_bytes} payload bytes is packed into {packed_bytes} (codec {codec}); packed, they are fewer \
+         and not none, else there is no such size"
+    )]
+    PackedBytes {
+        /// The codec's name, or `none`.
+        codec: &'static str,
+        /// What they are packed into.
+        packed_bytes: u32,
+        /// What they are.
         payload_bytes: u32,
     },
     /// A batch on the wrong stream, out of turn, or of the wrong round.

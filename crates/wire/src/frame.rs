@@ -65,11 +65,13 @@ pub enum Kind {
     Abort = 14,
     /// [`Message::Ping`]
     Ping = 15,
+    /// [`Message::Offer`]
+    Offer = 16,
 }
 
 impl Kind {
     /// All of them, by number.
-    pub const ALL: [Kind; 15] = [
+    pub const ALL: [Kind; 16] = [
         Kind::Hello,
         Kind::Accept,
         Kind::Refuse,
@@ -85,6 +87,7 @@ impl Kind {
         Kind::NotRunning,
         Kind::Abort,
         Kind::Ping,
+        Kind::Offer,
     ];
 
     /// The kind of a message.
@@ -105,6 +108,7 @@ impl Kind {
             Message::NotRunning(_) => Kind::NotRunning,
             Message::Abort { .. } => Kind::Abort,
             Message::Ping => Kind::Ping,
+            Message::Offer(_) => Kind::Offer,
         }
     }
 
@@ -138,6 +142,7 @@ impl Kind {
             Kind::NotRunning => "NotRunning",
             Kind::Abort => "Abort",
             Kind::Ping => "Ping",
+            Kind::Offer => "Offer",
         }
     }
 
@@ -154,7 +159,8 @@ impl Kind {
             | Kind::Ready
             | Kind::Commit
             | Kind::Running
-            | Kind::Ping => 64,
+            | Kind::Ping
+            | Kind::Offer => 64,
         }
     }
 }

@@ -3,7 +3,7 @@
 //! ```text
 //!  source                                                        destination
 //!    | control:  Preamble, Hello ----------------------------------> |   prepares a machine
-//!    | <------------------------------- PreambleReply, Accept|Refuse |
+//!    | <---------------------- PreambleReply, [Offer], Accept|Refuse |
 //!    | data 1..n: Preamble ----------------------------------------> |
 //!    | data:      batches of round 0, end-of-round marker ---------> |
 //!    | control:   Skip* , RoundEnd{0} -----------------------------> |   all markers and RoundEnd are here:
@@ -35,10 +35,10 @@ pub use limits::{
     MAX_STREAMS, validate,
 };
 pub use message::{
-    AbortCause, Accept, Commit, Digests, Hello, MAX_REASON_BYTES, MAX_SKIP_RANGES, Message, NotRunning, Running, Skip,
-    SkipReason,
+    AbortCause, Accept, Commit, Digests, Hello, MAX_REASON_BYTES, MAX_SKIP_RANGES, Message, NotRunning, Offer, Running,
+    Skip, SkipReason,
 };
 pub use preamble::{
-    ConnectionRole, MAGIC, PREAMBLE_BYTES, Preamble, PreambleReply, REPLY_BYTES, SessionId, VERSIONS, VersionRange,
-    check_magic, negotiate,
+    ConnectionRole, MAGIC, PACKING_SINCE, PREAMBLE_BYTES, Preamble, PreambleReply, REPLY_BYTES, SessionId, VERSIONS,
+    VersionRange, check_magic, negotiate,
 };

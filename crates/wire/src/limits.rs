@@ -3,6 +3,7 @@
 //! The sender checks too: a message that the peer would refuse is an error where it is made. Text from a peer ends up
 //! on a terminal and in a log, so none of it may hold control characters.
 
+use crate::batch::Codec;
 use crate::frame::Kind;
 use crate::message::{Digests, Hello, MAX_REASON_BYTES, MAX_SKIP_RANGES, Message, Skip};
 use crate::{Error, Result};
@@ -52,6 +53,10 @@ pub fn validate(message: &Message) -> Result<()> {
         Message::Digests(digests) => check_digests(digests),
         Message::NotRunning(not_running) => check_reason(Kind::NotRunning, &not_running.reason),
         Message::Abort { reason, .. } => check_reason(Kind::Abort, reason),
+        Message::Offer(offer) => match offer.codecs & !Codec::ALL_BITS {
+            0 => Ok(()),
+            unknown => Err(invalid(Kind::Offer, format!("unknown codecs {unknown:#x}"))),
+        },
         Message::Accept(_)
         | Message::RoundEnd { .. }
         | Message::RoundReceived { .. }

@@ -69,6 +69,8 @@ pub enum Message {
     },
     /// Either side, when it has been silent for a while: it is alive.
     Ping,
+    /// Destination, ahead of `Accept`, where version 2 was agreed on: what it can do beyond what it must.
+    Offer(Offer),
 }
 
 /// See [`Message::Hello`].
@@ -91,6 +93,13 @@ pub struct Hello {
 pub struct Accept {
     /// Whether the destination's RAM is populated ahead of time.
     pub populated: bool,
+}
+
+/// See [`Message::Offer`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Offer {
+    /// The codecs whose batches it takes: [`crate::batch::Codec::bit`] of each. No other bit is set.
+    pub codecs: u32,
 }
 
 /// Why a page was not sent.

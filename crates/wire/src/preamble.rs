@@ -28,7 +28,10 @@ pub const PREAMBLE_BYTES: usize = 36;
 pub const REPLY_BYTES: usize = 18;
 
 /// The versions of the protocol that this crate speaks.
-pub const VERSIONS: VersionRange = VersionRange { min: 1, max: 1 };
+pub const VERSIONS: VersionRange = VersionRange { min: 1, max: 2 };
+
+/// The first version with an `Offer` and packed batches; all else is the same in 1 and 2.
+pub const PACKING_SINCE: u16 = 2;
 
 /// The versions that a side speaks, both ends included.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,4 +1,4 @@
-//! The bytes of version 1, pinned: written down by a second implementation from `docs/protocol.md`, not by this one.
+//! The bytes of versions 1 and 2, pinned: written down by a second implementation from `docs/protocol.md`, not by this one.
 //!
 //! A change that breaks one of these needs a new version of the protocol.
 #![allow(clippy::unwrap_used)]
@@ -6,13 +6,13 @@
 mod common;
 
 use common::{decode, messages, preamble, range};
-use wire::batch::{BatchBuilder, Run, RunKind, decode_header, decode_runs};
+use wire::batch::{BatchBuilder, Codec, Run, RunKind, decode_header, decode_runs};
 use wire::frame::Kind;
-use wire::{ConnectionRole, Preamble, PreambleReply, VERSIONS, VersionRange};
+use wire::{ConnectionRole, Preamble, PreambleReply, VersionRange};
 
 /// A frame of each kind, as [`messages`] has them.
 #[rustfmt::skip]
-const FRAMES: [(&str, &str); 15] = [
+const FRAMES: [(&str, &str); 16] = [
     (
         "Hello",
         concat!(
@@ -79,6 +79,10 @@ const FRAMES: [(&str, &str); 15] = [
         "Ping",
         "010000000f0000001904b28e0e",
     ),
+    (
+        "Offer",
+        "0200000010000000e7b8b8440f03",
+    ),
 ];
 
 #[rustfmt::skip]
@@ -94,6 +98,12 @@ const BATCH: &str = concat!(
             "504742540000030002000000000000000300000000400000000000000000000000000000e58785e91000000000000000",
             "040000000000000000000000000000002000000000000000010000000000000001000000000000000002000000000000",
             "000100000000000002000000aa000000"
+        );
+/// Four pages that zstd has packed into 700 bytes.
+#[rustfmt::skip]
+const PACKED: &str = concat!(
+            "50474254000003000200000000000000010000000040000002000000bc020000000000008ec49b641000000000000000",
+            "04000000000000000000000000000000"
         );
 #[rustfmt::skip]
 const MARKER: &str = "504742540100030002000000010000000000000000000000000000000000000000000000f8c59878";
@@ -127,7 +137,7 @@ fn preambles() {
 #[test]
 fn replies() {
     let newer = VersionRange { min: 2, max: 5 };
-    for (theirs, golden) in [(VERSIONS, REPLY), (newer, REPLY_NONE_IN_COMMON)] {
+    for (theirs, golden) in [(preamble().versions, REPLY), (newer, REPLY_NONE_IN_COMMON)] {
         let reply = PreambleReply::answer(VersionRange { min: 1, max: 1 }, theirs);
         assert_eq!(hex(&reply.encode()), golden);
         assert_eq!(PreambleReply::decode(&bytes(golden).try_into().unwrap()), Ok(reply));
@@ -172,4 +182,25 @@ fn batch_and_marker() {
         (header.stream(), header.round(), header.seq(), header.run_count()),
         (3, 2, 1, 0)
     );
+}
+
+#[test]
+fn packed_batches() {
+    let mut builder = BatchBuilder::new(3);
+    builder.start(2);
+    let run = Run {
+        range: range(16, 4),
+        kind: RunKind::Data,
+    };
+    assert!(builder.push(run).unwrap());
+    assert_eq!(hex(builder.finish_packed(Codec::Zstd, 700).unwrap()), PACKED);
+    let golden = bytes(PACKED);
+    let header = decode_header(golden[..40].try_into().unwrap()).unwrap();
+    assert_eq!(
+        (header.codec(), header.payload_bytes(), header.wire_bytes()),
+        (Some(Codec::Zstd), 16_384, 700)
+    );
+    let mut runs = Vec::new();
+    decode_runs(&header, &golden[40..], &common::layout(), &mut runs).unwrap();
+    assert_eq!(runs, [run]);
 }

@@ -307,7 +307,7 @@ fn case_19_frames_longer_than_their_kind_allows() {
 
 #[test]
 fn case_12_unknown_frame_kinds_are_named() {
-    for kind in [0, 16, 0x5054, u16::MAX] {
+    for kind in [0, 17, 0x5054, u16::MAX] {
         let error = decode(&frame_by_hand(kind, &[])).unwrap_err();
         assert_eq!(error, Error::FrameKind(kind));
         assert!(error.to_string().contains(&kind.to_string()), "{error}");
@@ -348,6 +348,45 @@ fn bytes_behind_a_message_and_reserved_bits_are_refused() {
         let error = decode(&frame_by_hand(kind.number(), &frame[12..frame.len() - 1])).unwrap_err();
         assert!(matches!(error, Error::Payload { .. }), "cut short: {error}");
     }
+}
+
+/// A batch of one page with this codec, packed size and reserved field.
+fn packed_by(codec: u32, packed_bytes: u32, reserved: u32) -> wire::Result<usize> {
+    let (mut head, table) = batch(&[(0, 1, 0, 0)], 4096);
+    for (at, word) in [(24, codec), (28, packed_bytes), (32, reserved)] {
+        head[at..at + 4].copy_from_slice(&word.to_le_bytes());
+    }
+    let crc = crc32c::crc32c_append(crc32c::crc32c(&head[..36]), &table);
+    head[36..].copy_from_slice(&crc.to_le_bytes());
+    let header = decode_header(&head)?;
+    decode_runs(&header, &table, &layout(), &mut Vec::new())?;
+    Ok(header.wire_bytes())
+}
+
+#[test]
+fn case_19_codecs_and_packed_sizes() {
+    assert_eq!(packed_by(0, 0, 0), Ok(4096));
+    assert_eq!(packed_by(1, 1, 0), Ok(1));
+    assert_eq!(packed_by(2, 4095, 0), Ok(4095));
+    for codec in [3, 4, u32::MAX] {
+        assert_eq!(packed_by(codec, 100, 0), Err(Error::Codec(codec)));
+    }
+    for (codec, packed_bytes) in [(0, 100), (1, 0), (1, 4096), (2, 4097), (2, u32::MAX)] {
+        let error = packed_by(codec, packed_bytes, 0).unwrap_err();
+        assert!(
+            matches!(
+                error,
+                Error::PackedBytes {
+                    payload_bytes: 4096,
+                    ..
+                }
+            ),
+            "{error}"
+        );
+    }
+    assert!(matches!(packed_by(1, 100, 8), Err(Error::Reserved { value: 8, .. })));
+    let error = decode(&smuggle(&Message::Offer(wire::Offer { codecs: 7 }))).unwrap_err();
+    assert!(error.to_string().contains("unknown codecs 0x4"), "{error}");
 }
 
 /// Puts a message that [`wire::frame::encode`] refuses into a frame all the same.

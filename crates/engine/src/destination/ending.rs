@@ -104,6 +104,7 @@ impl Destination {
                 ..BalloonReport::default()
             },
             rounds: rounds.map_or_else(Vec::new, super::rounds::Rounds::reports),
+            compress: None,
             verified: self.handover.verified,
             peak_rss_bytes: 0,
         }

@@ -166,6 +166,7 @@ impl Source {
             pages: self.fates.report().told(),
             balloon: self.hints.report(),
             rounds: self.rounds.reports(),
+            compress: None,
             verified: if unequal { Some(false) } else { verified },
             peak_rss_bytes: 0,
         }

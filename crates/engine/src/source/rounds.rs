@@ -58,6 +58,8 @@ pub(super) struct Rounds {
     first_send: Option<Time>,
     ended: Time,
     current: RoundReport,
+    /// Of the current round. Pages may be packed on the wire, and what is left is counted in pages.
+    current_payload: u64,
     reports: Vec<RoundReport>,
     writes_from: Time,
     harvest_from: Time,
@@ -85,6 +87,7 @@ impl Rounds {
             first_send: None,
             ended: Time::ZERO,
             current: RoundReport::default(),
+            current_payload: 0,
             reports: Vec::new(),
             writes_from: Time::ZERO,
             harvest_from: Time::ZERO,
@@ -290,6 +293,7 @@ impl Source {
             pending_pages: rounds.left,
             ..RoundReport::default()
         };
+        rounds.current_payload = 0;
         rounds.began = Some(self.now);
         rounds.first_send = None;
         self.moments.first_chunk.get_or_insert(self.now);
@@ -342,6 +346,7 @@ impl Source {
         rounds.wire_bytes += wire_bytes;
         rounds.payload_bytes += payload_bytes;
         rounds.current.wire_bytes += wire_bytes;
+        rounds.current_payload += payload_bytes;
         let Some(chunk) = rounds.in_flight.remove(&id).filter(|chunk| chunk.stream == stream) else {
             return self.fail(Error::Internal(format!(
                 "stream {stream} sent chunk {id}, which it was not given"
@@ -425,8 +430,8 @@ impl Source {
     pub(super) fn round_received(&mut self) {
         let rounds = &mut self.rounds;
         let began = rounds.first_send.unwrap_or(rounds.ended);
-        self.bandwidth
-            .round(rounds.current.wire_bytes, self.now.saturating_sub(began));
+        let bytes = rounds.current.wire_bytes.max(rounds.current_payload);
+        self.bandwidth.round(bytes, self.now.saturating_sub(began));
         self.bandwidth.barrier(self.now.saturating_sub(rounds.ended));
         rounds.close(self.now);
         if rounds.last {

@@ -1,6 +1,6 @@
 //! What `migrate` takes: the settings of a source, each with its unit in its name.
 
-use crate::{Address, Ask, OnTimeout, SendOptions, SkipSet, SourceConfig};
+use crate::{Address, Ask, Compress, OnTimeout, SendOptions, SkipSet, SourceConfig};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
@@ -59,6 +59,8 @@ pub struct MigrateParams {
     pub streams: u16,
     /// The most bytes a second; 0: no limit.
     pub max_bandwidth_bytes_per_s: u64,
+    /// How pages are packed: `auto`, `none`, `lz4`, or `zstd:LEVEL`.
+    pub compress: Compress,
     /// The downtime to aim at.
     pub downtime_limit_ms: f64,
     /// The most time before the guest is paused; 0: no limit.
@@ -105,6 +107,7 @@ impl MigrateParams {
             hint_timeout_ms: ms(source.hint_timeout),
             streams: source.streams,
             max_bandwidth_bytes_per_s: options.max_bandwidth.unwrap_or(0),
+            compress: options.compress,
             downtime_limit_ms: ms(source.downtime_limit),
             timeout_ms: ms(source.timeout),
             on_timeout: match source.on_timeout {
@@ -159,6 +162,7 @@ impl MigrateParams {
             },
             connect_timeout: duration("connect_timeout_ms", self.connect_timeout_ms)?,
             max_bandwidth: Some(self.max_bandwidth_bytes_per_s).filter(|&rate| rate > 0),
+            compress: self.compress,
             ..SendOptions::default()
         };
         options.check().map_err(|error| error.to_string())?;
@@ -217,6 +221,7 @@ mod tests {
             },
             connect_timeout: Duration::from_secs(4),
             max_bandwidth: Some(1 << 40),
+            compress: Compress::Zstd(3),
             ..SendOptions::default()
         };
         let params = MigrateParams::of("unix:/x".to_owned(), &options);
@@ -236,6 +241,7 @@ mod tests {
             (json!({"to": "tcp:h:1", "peer_timeout_ms": 0}), "peer_timeout_ms"),
             (json!({"to": "tcp:h:1", "skip": ["all"]}), "all"),
             (json!({"to": "tcp:h:1", "ask": "maybe"}), "maybe"),
+            (json!({"to": "tcp:h:1", "compress": "gzip"}), "gzip"),
             (json!({"to": "tcp:h:1", "speed": 1}), "speed"),
         ] {
             let error = plan(params).unwrap_err();

@@ -27,6 +27,11 @@ impl Pacer {
         }
     }
 
+    /// The limit.
+    pub(crate) fn bytes_per_s(&self) -> Option<u64> {
+        self.bytes_per_s
+    }
+
     /// Pages in a batch: fewer on a slow link, so that its flow is even.
     pub(crate) fn batch_pages(&self, most: u64) -> u64 {
         let in_a_twentieth = |rate: u64| rate / 20 / pages::PAGE_BYTES;

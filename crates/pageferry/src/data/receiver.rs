@@ -1,4 +1,4 @@
-//! A destination's stream: reads batches straight into guest memory.
+//! A destination's stream: reads batches straight into guest memory; those that are packed, by way of a buffer.
 //!
 //! Nothing is written to guest memory before the batch's table has passed every check, and nothing after the round's
 //! end: a batch of a round that is not open (see [`Gate`]) ends the migration, so no peer can write into a guest whose
@@ -6,6 +6,7 @@
 
 use super::{Headroom, broken};
 use crate::transport::Closer;
+use codec::Unpacker;
 use engine::{DestinationEvent, ReceivedRun, Step};
 use machine::GuestRam;
 use pages::PageRange;
@@ -15,7 +16,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use tokio::sync::mpsc;
-use wire::batch::{self, BatchHeader, Run, RunKind, StreamOrder};
+use wire::batch::{self, BatchHeader, Codec, Run, RunKind, StreamOrder};
 
 /// The round that streams may deliver now. A source sends nothing of the next round before it was told that this one
 /// is received, so whatever is early is wrong, and nobody has to wait here.
@@ -52,6 +53,8 @@ impl Gate {
 /// All that a stream's thread needs.
 pub(crate) struct Receiver {
     pub(crate) stream: u16,
+    /// Of the protocol, as agreed on.
+    pub(crate) version: u16,
     pub(crate) socket: Socket,
     pub(crate) ram: Arc<dyn GuestRam>,
     pub(crate) memory_is_zero: bool,
@@ -82,6 +85,7 @@ impl Receiver {
         let mut order = StreamOrder::new(stream);
         let (mut table, mut runs, mut data) = (Vec::new(), Vec::new(), Vec::new());
         let mut headroom = self.headroom;
+        let mut unpacking = Unpacking::default();
         while let Some(header) = self.read_header().map_err(lost)? {
             order.expect(&header).map_err(wrong)?;
             // A source may lose its streams after the last round; it may not use them for more pages.
@@ -100,7 +104,7 @@ impl Receiver {
                 headroom
                     .take(written_bytes(&runs), || self.ram.host_available())
                     .map_err(lost)?;
-                self.take(&header, &runs, &mut data).map_err(lost)?;
+                self.take(&header, &runs, &mut data, &mut unpacking).map_err(lost)?;
                 received(&header, &runs)
             };
             if self.events.blocking_send(event).is_err() {
@@ -131,7 +135,13 @@ impl Receiver {
     }
 
     /// Carries a batch out.
-    fn take(&self, header: &BatchHeader, runs: &[Run], data: &mut Vec<PageRange>) -> Result<(), String> {
+    fn take(
+        &self,
+        header: &BatchHeader,
+        runs: &[Run],
+        data: &mut Vec<PageRange>,
+        unpacking: &mut Unpacking,
+    ) -> Result<(), String> {
         data.clear();
         for run in runs {
             match run.kind {
@@ -148,6 +158,9 @@ impl Receiver {
                 }
             }
         }
+        if let Some(codec) = header.codec() {
+            return self.unpack(codec, header, data, unpacking);
+        }
         let (mut done, total) = (0, header.payload_bytes());
         while done < total {
             match self.ram.read_from(self.socket.as_fd(), data, done) {
@@ -156,6 +169,42 @@ impl Receiver {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(broken(self.stream, "pages were received", &error)),
             }
+        }
+        Ok(())
+    }
+
+    /// Takes the pages of a batch that are packed. What they may become is what the batch's own runs make, which was
+    /// checked: nothing that the packed bytes say of their size is believed, and no page of theirs is written unless all
+    /// are there.
+    fn unpack(
+        &self,
+        codec: Codec,
+        header: &BatchHeader,
+        data: &[PageRange],
+        unpacking: &mut Unpacking,
+    ) -> Result<(), String> {
+        let stream = self.stream;
+        if self.version < wire::PACKING_SINCE {
+            let version = self.version;
+            return Err(format!(
+                "data stream {stream}: a batch is packed by {codec}, which version {version} of the protocol does not have"
+            ));
+        }
+        let Unpacking { unpacker, packed, raw } = unpacking;
+        let packed = sized(packed, header.wire_bytes());
+        self.read_exact(packed)?;
+        let raw = sized(raw, header.payload_bytes());
+        let unpacked = unpacker.unpack(codec, packed, raw);
+        unpacked.map_err(|e| format!("data stream {stream}: {e}"))?;
+        let mut rest = &*raw;
+        for range in data {
+            let bytes = usize::try_from(range.bytes()).unwrap_or(usize::MAX);
+            let Some((pages, behind)) = rest.split_at_checked(bytes) else {
+                return Err(format!("data stream {stream}: a batch has fewer pages than its runs"));
+            };
+            rest = behind;
+            let copied = self.ram.copy_in(*range, pages);
+            copied.map_err(|e| format!("writing pages {range}: {e}"))?;
         }
         Ok(())
     }
@@ -184,6 +233,22 @@ impl Receiver {
     }
 }
 
+/// What a stream unpacks with: its buffers are made once, as large as the largest batch that came.
+#[derive(Debug, Default)]
+struct Unpacking {
+    unpacker: Unpacker,
+    packed: Vec<u8>,
+    raw: Vec<u8>,
+}
+
+/// The first `bytes` of a buffer, which grows to that; they are within a batch's limits.
+fn sized(buffer: &mut Vec<u8>, bytes: usize) -> &mut [u8] {
+    if buffer.len() < bytes {
+        buffer.resize(bytes, 0);
+    }
+    &mut buffer[..bytes]
+}
+
 /// Bytes of guest memory that a batch fills.
 fn written_bytes(runs: &[Run]) -> u64 {
     let fills = runs.iter().filter(|run| run.kind != RunKind::Zero);
@@ -203,7 +268,7 @@ fn received(header: &BatchHeader, runs: &[Run]) -> DestinationEvent {
         stream: header.stream(),
         round: header.round(),
         runs: runs.iter().map(run).collect(),
-        wire_bytes: (batch::HEADER_BYTES + header.table_bytes() + header.payload_bytes()) as u64,
+        wire_bytes: (batch::HEADER_BYTES + header.table_bytes() + header.wire_bytes()) as u64,
         payload_bytes: header.payload_bytes() as u64,
     }
 }

@@ -2,14 +2,16 @@
 //!
 //! A batch is looked through right before it is written, so that the write finds its pages in the cache.
 
+use super::judge::Took;
+use super::packing::{Packing, Totals, raw_bytes};
 use super::{Pacer, broken};
-use crate::Address;
 use crate::transport::{self, Closer};
+use crate::{Address, Compress};
 use engine::{Chunk, Content, SourceEvent, Step};
 use machine::{GuestRam, PageKind};
-use pages::{PAGE_BYTES, PageRange};
+use pages::PageRange;
 use socket2::Socket;
-use std::io::{self, Read, Write};
+use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -44,6 +46,10 @@ pub(crate) struct Sender {
     pub(crate) peer_timeout: Duration,
     pub(crate) buffer_bytes: usize,
     pub(crate) skip_zero: bool,
+    pub(crate) compress: Compress,
+    /// Data streams of the migration.
+    pub(crate) streams: u16,
+    pub(crate) totals: Arc<Totals>,
     pub(crate) ram: Arc<dyn GuestRam>,
     pub(crate) pacer: Arc<Pacer>,
     pub(crate) closer: Arc<Closer>,
@@ -70,8 +76,11 @@ impl Sender {
     }
 
     fn serve(self, commands: std::sync::mpsc::Receiver<Command>) -> Result<(), Broken> {
-        let socket = self.connect()?;
-        let events = self.events.clone();
+        let (socket, version) = self.connect()?;
+        let (events, totals) = (self.events.clone(), Arc::clone(&self.totals));
+        // Nothing is told to be sent before the receiver has accepted, and said what it takes.
+        let Ok(first) = commands.recv() else { return Ok(()) };
+        let packing = self.packing(&socket, version >= wire::PACKING_SINCE, &totals);
         let mut sending = Sending {
             batch_pages: self.pacer.batch_pages(BATCH_PAGES),
             builder: BatchBuilder::new(self.stream),
@@ -81,9 +90,10 @@ impl Sender {
             wire_bytes: 0,
             payload_bytes: 0,
             socket,
+            packing,
             sender: self,
         };
-        while let Ok(command) = commands.recv() {
+        for command in std::iter::once(first).chain(commands) {
             match command {
                 Command::Chunk(chunk) => {
                     let event = sending.send_chunk(chunk)?;
@@ -97,7 +107,15 @@ impl Sender {
         Ok(())
     }
 
-    fn connect(&self) -> Result<Socket, Broken> {
+    fn packing<'a>(&self, socket: &Socket, packs: bool, totals: &'a Totals) -> Packing<'a> {
+        let limit = self.pacer.bytes_per_s();
+        let limit = limit.map(|rate| rate_of(rate / u64::from(self.streams.max(1))));
+        let link = (is_local(socket), limit);
+        Packing::new(self.stream, self.compress, packs, link, self.skip_zero, totals)
+    }
+
+    /// The connection, and the version of the protocol that was agreed on.
+    fn connect(&self) -> Result<(Socket, u16), Broken> {
         let stream = self.stream;
         let socket = transport::connect(&self.to, self.connect_timeout, Some(self.buffer_bytes))
             .map_err(|e| format!("opening data stream {stream}: {e}"))?;
@@ -113,17 +131,18 @@ impl Sender {
         let mut reply = [0; wire::REPLY_BYTES];
         (&socket).read_exact(&mut reply).map_err(doing)?;
         let agreed = PreambleReply::decode(&reply).and_then(|reply| reply.agreed(wire::VERSIONS));
-        agreed.map_err(|e| format!("opening data stream {stream}: {e}"))?;
+        let version = agreed.map_err(|e| format!("opening data stream {stream}: {e}"))?;
         // The engine takes less than 20 ms for 20 ms; a time-out of 0 would be none.
         let patience = (self.peer_timeout / TRIES).max(Duration::from_millis(1));
         socket.set_write_timeout(Some(patience)).map_err(doing)?;
-        Ok(socket)
+        Ok((socket, version))
     }
 }
 
 /// A stream that is connected.
-struct Sending {
+struct Sending<'a> {
     sender: Sender,
+    packing: Packing<'a>,
     socket: Socket,
     builder: BatchBuilder,
     batch_pages: u64,
@@ -136,7 +155,7 @@ struct Sending {
     payload_bytes: u64,
 }
 
-impl Sending {
+impl Sending<'_> {
     fn send_chunk(&mut self, chunk: Chunk) -> Result<SourceEvent, Broken> {
         self.builder.start(chunk.round);
         self.zero = Vec::new();
@@ -221,15 +240,45 @@ impl Sending {
         if self.builder.is_empty() {
             return Ok(());
         }
-        let (head, payload_bytes) = self.builder.finish().map_err(|e| e.to_string())?;
-        let total = head.len() + payload_bytes;
         let sender = &self.sender;
+        let packed = self.packing.pack(&*sender.ram, &self.data)?;
+        let raw = raw_bytes(self.data_pages);
+        let (head, payload_bytes) = match packed.by {
+            Some((codec, bytes)) => {
+                let head = self.builder.finish_packed(codec, bytes.len());
+                (head.map_err(|e| e.to_string())?, bytes.len())
+            }
+            None => self.builder.finish().map_err(|e| e.to_string())?,
+        };
+        let total = head.len() + payload_bytes;
+        let from = Instant::now();
         sender.pacer.wait(total as u64, &sender.closer);
         // The time starts here: waiting for one's turn on the link is no stall.
-        let write = |done| sender.ram.write_to(self.socket.as_fd(), head, &self.data, done);
-        write_out(total, sender.peer_timeout, write).map_err(|e| broken_off(sender.stream, "pages were sent", &e))?;
+        let written = match packed.by {
+            Some((_, bytes)) => write_out(total, sender.peer_timeout, |done| {
+                let (ahead, behind) = (done.min(head.len()), done.saturating_sub(head.len()));
+                let parts = [&head[ahead..], &bytes[behind.min(bytes.len())..]].map(IoSlice::new);
+                (&self.socket).write_vectored(&parts)
+            }),
+            None => write_out(total, sender.peer_timeout, |done| {
+                sender.ram.write_to(self.socket.as_fd(), head, &self.data, done)
+            }),
+        };
+        written.map_err(|e| broken_off(sender.stream, "pages were sent", &e))?;
+        let (codec, pack_ns) = (packed.by.map(|(codec, _)| codec), packed.pack_ns);
+        let link_ns = from.elapsed().as_secs_f64() * 1e9;
+        let wire = payload_bytes as u64;
+        self.packing.sent(
+            codec,
+            Took {
+                raw,
+                wire,
+                pack_ns,
+                link_ns,
+            },
+        );
         self.wire_bytes += total as u64;
-        self.payload_bytes += self.data_pages * PAGE_BYTES;
+        self.payload_bytes += raw;
         self.data.clear();
         self.data_pages = 0;
         Ok(())
@@ -241,6 +290,21 @@ impl Sending {
         write_out(marker.len(), self.sender.peer_timeout, write)
             .map_err(|e| broken_off(self.sender.stream, "the end of a round was sent", &e))
     }
+}
+
+/// Whether the receiver is on this machine, as far as the socket tells.
+fn is_local(socket: &Socket) -> bool {
+    let ends = |end: io::Result<socket2::SockAddr>| end.ok().and_then(|end| end.as_socket());
+    match (ends(socket.local_addr()), ends(socket.peer_addr())) {
+        (Some(here), Some(there)) => there.ip().is_loopback() || here.ip() == there.ip(),
+        // A Unix socket, or vsock, ends where it began.
+        _ => true,
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a rate to decide by")]
+fn rate_of(bytes_per_s: u64) -> f64 {
+    bytes_per_s as f64
 }
 
 /// Why a stream ended.

@@ -39,6 +39,8 @@ pub(super) enum Arrival {
 /// A control connection and its first message.
 pub(super) struct Arrived {
     pub(super) session: SessionId,
+    /// Of the protocol, as agreed on.
+    pub(super) version: u16,
     pub(super) socket: AsyncSocket,
     pub(super) first: Message,
 }
@@ -62,6 +64,8 @@ impl Arrived {
 pub(super) struct DataConnection {
     pub(super) session: SessionId,
     pub(super) stream: u16,
+    /// Of the protocol, as agreed on.
+    pub(super) version: u16,
     pub(super) socket: AsyncSocket,
     since: Instant,
 }
@@ -193,11 +197,17 @@ async fn introduce(socket: AsyncSocket) -> Result<Arrival, String> {
         ConnectionRole::Data { stream } => Ok(Arrival::Data(DataConnection {
             session,
             stream,
+            version: reply.version,
             socket,
             since: Instant::now(),
         })),
         ConnectionRole::Control => match read_message(&socket, &AtomicU64::new(0)).await {
-            Ok(first) => Ok(Arrival::Control(Arrived { session, socket, first })),
+            Ok(first) => Ok(Arrival::Control(Arrived {
+                session,
+                version: reply.version,
+                socket,
+                first,
+            })),
             Err(Incoming::Malformed(reason)) => {
                 let abort = Message::Abort {
                     reason: format!("the first message: {reason}"),

@@ -14,7 +14,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
-use wire::{Message, SessionId};
+use wire::batch::Codec;
+use wire::{Message, Offer, SessionId};
 
 /// Batches that data threads may be ahead of the loop.
 const AHEAD: usize = 256;
@@ -25,6 +26,10 @@ const THREADS_TIMEOUT: Duration = Duration::from_secs(2);
 /// A source that is being served.
 pub(super) struct Session<'a> {
     id: SessionId,
+    /// Of the protocol, as agreed on.
+    version: u16,
+    /// The codecs that the machine's RAM takes, as bits.
+    codecs: u32,
     engine: Destination,
     first: Option<Message>,
     control: Control,
@@ -60,6 +65,8 @@ impl<'a> Session<'a> {
         connections.resize_with(usize::from(arrived.streams()), || None);
         Session {
             id: arrived.session,
+            version: arrived.version,
+            codecs: 0,
             engine: Destination::new(options.destination.clone(), started.elapsed()),
             first: Some(arrived.first),
             control: Control::start(arrived.socket, false),
@@ -191,6 +198,7 @@ impl<'a> Session<'a> {
             return;
         }
         let Some((ram, _)) = self.made.take() else { return };
+        self.codecs = if ram.copies_in() { Codec::ALL_BITS } else { 0 };
         for data in std::mem::take(&mut self.connections).into_iter().flatten() {
             let stream = data.stream;
             if let Err(error) = self.start_stream(data, &ram) {
@@ -209,6 +217,7 @@ impl<'a> Session<'a> {
         self.closer.add(&socket)?;
         let receiver = Receiver {
             stream: data.stream,
+            version: data.version,
             socket,
             ram: Arc::clone(ram),
             memory_is_zero: self.options.destination.memory_is_zero,
@@ -241,6 +250,12 @@ impl<'a> Session<'a> {
     fn carry_out(&mut self, action: DestinationAction) -> Option<Box<Outcome>> {
         match action {
             DestinationAction::Transmit(message) => {
+                if matches!(message, Message::Accept(_)) && self.version >= wire::PACKING_SINCE {
+                    let offer = Message::Offer(Offer { codecs: self.codecs });
+                    if let Err(error) = self.control.transmit(&offer) {
+                        self.failed(Step::Control, error.to_string());
+                    }
+                }
                 if let Message::RoundReceived { round } = message {
                     tracing::info!(round, last = self.last_round, "a round was received");
                     match round.checked_add(1) {

@@ -17,7 +17,7 @@ use machine::{
 };
 use memory::trackers::{BitmapTracker, DirtyMarker};
 use memory::{Backing, GuestMemory};
-use pageferry::{Address, Finished, Guest, Handle, Listener, Migration, ReceiveOptions, SendOptions};
+use pageferry::{Address, Compress, Finished, Guest, Handle, Listener, Migration, ReceiveOptions, SendOptions};
 use pages::{Layout, PAGE_BYTES, PageRange, PageSet, Pfn};
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -334,7 +334,11 @@ pub fn assert_same_ram(a: &Probe, b: &Probe, but: &[PageRange]) {
 }
 
 pub fn send_options(streams: u16) -> SendOptions {
-    let mut options = SendOptions::default();
+    let mut options = SendOptions {
+        // What crosses is counted, and some links are slow on purpose.
+        compress: Compress::None,
+        ..SendOptions::default()
+    };
     options.source.streams = streams;
     options.source.peer_timeout = Duration::from_secs(5);
     options.connect_timeout = Duration::from_secs(5);

@@ -5,11 +5,14 @@ use pages::Layout;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::time::Duration;
-use wire::{ConnectionRole, Hello, Message, Preamble, PreambleReply, SessionId, VERSIONS, frame};
+use wire::{ConnectionRole, Hello, Message, Preamble, PreambleReply, SessionId, VersionRange, frame};
+
+/// What these peers speak, unless they are told otherwise: what every version has.
+pub const V1: VersionRange = VersionRange { min: 1, max: 1 };
 
 pub fn preamble(role: ConnectionRole) -> Preamble {
     Preamble {
-        versions: VERSIONS,
+        versions: V1,
         session: SessionId([5; 16]),
         role,
     }
@@ -27,11 +30,24 @@ pub fn dial(address: &Address) -> TcpStream {
 
 /// Opens a connection and takes the answer to its preamble.
 pub fn open(address: &Address, role: ConnectionRole) -> TcpStream {
+    open_as(address, role, 1)
+}
+
+/// The same, as a peer that speaks `version` alone.
+pub fn open_as(address: &Address, role: ConnectionRole, version: u16) -> TcpStream {
     let mut stream = dial(address);
-    stream.write_all(&preamble(role).encode()).unwrap();
+    let versions = VersionRange {
+        min: version,
+        max: version,
+    };
+    let preamble = Preamble {
+        versions,
+        ..preamble(role)
+    };
+    stream.write_all(&preamble.encode()).unwrap();
     let mut reply = [0; wire::REPLY_BYTES];
     stream.read_exact(&mut reply).unwrap();
-    assert_eq!(PreambleReply::decode(&reply).unwrap().version, 1);
+    assert_eq!(PreambleReply::decode(&reply).unwrap().version, version);
     stream
 }
 
@@ -68,6 +84,7 @@ pub fn hear(stream: &mut TcpStream) -> Option<Message> {
 pub struct FakeReceiver {
     listener: TcpListener,
     streams: Vec<TcpStream>,
+    versions: VersionRange,
     pub control: Option<TcpStream>,
 }
 
@@ -78,6 +95,7 @@ impl FakeReceiver {
         let fake = FakeReceiver {
             listener,
             streams: Vec::new(),
+            versions: V1,
             control: None,
         };
         (fake, format!("tcp:127.0.0.1:{port}").parse().unwrap())
@@ -92,6 +110,15 @@ impl FakeReceiver {
         }
     }
 
+    /// The same as a receiver that speaks `version` alone.
+    pub fn accept_as(&mut self, data: usize, version: u16) {
+        self.versions = VersionRange {
+            min: version,
+            max: version,
+        };
+        self.accept(data);
+    }
+
     /// The same, but what comes on those is not read.
     pub fn accept_unread(&mut self, data: usize) {
         for _ in 0..=data {
@@ -100,7 +127,7 @@ impl FakeReceiver {
             stream.read_exact(&mut bytes).unwrap();
             let preamble = Preamble::decode(&bytes).unwrap();
             stream
-                .write_all(&PreambleReply::answer(VERSIONS, preamble.versions).encode())
+                .write_all(&PreambleReply::answer(self.versions, preamble.versions).encode())
                 .unwrap();
             match preamble.role {
                 ConnectionRole::Control => self.control = Some(stream),

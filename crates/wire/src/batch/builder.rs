@@ -1,6 +1,8 @@
 //! Makes a stream's batches, in one buffer that is used over and over.
 
-use super::{CRC_AT, HEADER_BYTES, MAX_PAYLOAD_BYTES, MAX_RUNS, MAX_TABLE_BYTES, PAGE_BYTES, RUN_BYTES, Run, RunKind};
+use super::{
+    CRC_AT, Codec, HEADER_BYTES, MAX_PAYLOAD_BYTES, MAX_RUNS, MAX_TABLE_BYTES, PAGE_BYTES, RUN_BYTES, Run, RunKind,
+};
 use crate::{Error, Result};
 use pages::Pfn;
 
@@ -122,6 +124,30 @@ impl BatchBuilder {
     ///
     /// No run was pushed, or the stream has used up its numbers.
     pub fn finish(&mut self) -> Result<(&[u8], usize)> {
+        self.seal(None)?;
+        Ok((&self.head, self.payload_bytes as usize))
+    }
+
+    /// Completes the batch, whose pages were packed into `packed_bytes` by `codec`: the bytes of header and table, which
+    /// the packed ones have to follow. Only where both sides speak version 2.
+    ///
+    /// # Errors
+    ///
+    /// As [`BatchBuilder::finish`], or the pages did not become smaller.
+    pub fn finish_packed(&mut self, codec: Codec, packed_bytes: usize) -> Result<&[u8]> {
+        let packed = u32::try_from(packed_bytes).unwrap_or(u32::MAX);
+        if packed == 0 || packed >= self.payload_bytes {
+            return Err(Error::PackedBytes {
+                codec: codec.name(),
+                packed_bytes: packed,
+                payload_bytes: self.payload_bytes,
+            });
+        }
+        self.seal(Some((codec, packed)))?;
+        Ok(&self.head)
+    }
+
+    fn seal(&mut self, packing: Option<(Codec, u32)>) -> Result<()> {
         if self.is_empty() {
             return Err(Error::BatchShape {
                 what: "batch",
@@ -132,10 +158,13 @@ impl BatchBuilder {
         let seq = self.take_seq()?;
         let words = [self.round, seq, self.runs, self.payload_bytes];
         super::write_header(&mut self.head, 0, self.stream, words);
+        if let Some((codec, packed_bytes)) = packing {
+            super::write_packing(&mut self.head, codec, packed_bytes);
+        }
         let crc = crc32c::crc32c_append(crc32c::crc32c(&self.head[..CRC_AT]), &self.head[HEADER_BYTES..]);
         self.head[CRC_AT..HEADER_BYTES].copy_from_slice(&crc.to_le_bytes());
         self.finished = true;
-        Ok((&self.head, self.payload_bytes as usize))
+        Ok(())
     }
 
     /// The marker that ends round `round` on this stream. What was pushed and not finished is dropped.
@@ -224,6 +253,30 @@ mod tests {
         }
         assert!(!builder.push(run(5000, 1, RunKind::Zero)).unwrap());
         assert_eq!(read(builder.finish().unwrap().0).2.len(), MAX_RUNS);
+    }
+
+    #[test]
+    fn a_packed_batch_says_both_sizes() {
+        let mut builder = BatchBuilder::new(3);
+        builder.push(run(8, 2, RunKind::Data)).unwrap();
+        for wrong in [0, 8192, 1 << 40] {
+            let error = builder.finish_packed(Codec::Lz4, wrong).unwrap_err();
+            assert!(matches!(error, Error::PackedBytes { .. }), "{error}");
+        }
+        for codec in Codec::ALL {
+            builder.start(0);
+            builder.push(run(8, 2, RunKind::Data)).unwrap();
+            let head = builder.finish_packed(codec, 8191).unwrap().to_vec();
+            let header = decode_header(head[..HEADER_BYTES].try_into().unwrap()).unwrap();
+            let sizes = (header.payload_bytes(), header.wire_bytes());
+            assert_eq!((header.codec(), sizes), (Some(codec), (8192, 8191)));
+            assert_eq!(read(&head).2, vec![run(8, 2, RunKind::Data)]);
+        }
+        // The next one is not packed again.
+        builder.push(run(8, 2, RunKind::Data)).unwrap();
+        let head = builder.finish().unwrap().0.to_vec();
+        let header = decode_header(head[..HEADER_BYTES].try_into().unwrap()).unwrap();
+        assert_eq!((header.codec(), header.wire_bytes()), (None, 8192));
     }
 
     #[test]

@@ -2,7 +2,8 @@
 //!
 //! A header of [`HEADER_BYTES`], a table of runs of [`RUN_BYTES`] each, then the pages of the data runs, in the table's
 //! order, and nothing else: the payload goes from guest memory to guest memory without a copy between. All numbers are
-//! little-endian.
+//! little-endian. In version 2 of the protocol a batch's pages may be packed by a [`Codec`]: the header says so, with
+//! both sizes, and [`BatchHeader::wire_bytes`] follow the table.
 //!
 //! | header | | run | |
 //! |---|---|---|---|
@@ -13,7 +14,9 @@
 //! | 12 | number of the batch on its stream, u32, from 0 | | |
 //! | 16 | runs in the table, u32, at most [`MAX_RUNS`] | | |
 //! | 20 | bytes of payload, u32, at most [`MAX_PAYLOAD_BYTES`] | | |
-//! | 24 | reserved, 12 bytes of 0 | | |
+//! | 24 | codec, u32: 0 none, else [`Codec::number`] | | |
+//! | 28 | packed bytes that follow the table, u32, fewer than the payload's; 0 with codec 0 | | |
+//! | 32 | reserved, 4 bytes of 0 | | |
 //! | 36 | crc32c over the 36 bytes before and the table, u32 | | |
 //!
 //! A marker is a header alone and ends its round on its stream; it has a number like any batch.
@@ -23,9 +26,11 @@
 //! checksum: TCP has one, and `--verify` compares all of RAM.
 
 mod builder;
+mod codec;
 mod order;
 
 pub use builder::BatchBuilder;
+pub use codec::Codec;
 pub use order::StreamOrder;
 
 use crate::{Error, MAX_STREAMS, Result};
@@ -92,6 +97,8 @@ pub struct BatchHeader {
     seq: u32,
     runs: u32,
     payload_bytes: u32,
+    codec: Option<Codec>,
+    packed_bytes: u32,
     crc: u32,
     /// Of the header's own bytes.
     crc_so_far: u32,
@@ -128,9 +135,22 @@ impl BatchHeader {
         self.run_count() * RUN_BYTES
     }
 
-    /// How many bytes of pages follow the table: at most [`MAX_PAYLOAD_BYTES`].
+    /// How many bytes of pages it brings: at most [`MAX_PAYLOAD_BYTES`], and what its data runs make.
     pub fn payload_bytes(&self) -> usize {
         self.payload_bytes as usize
+    }
+
+    /// What its pages are packed by; `None`: they follow as they are. In version 1 of the protocol that is all there is.
+    pub fn codec(&self) -> Option<Codec> {
+        self.codec
+    }
+
+    /// How many bytes follow the table: the pages', or fewer where they are packed.
+    pub fn wire_bytes(&self) -> usize {
+        match self.codec {
+            None => self.payload_bytes(),
+            Some(_) => self.packed_bytes as usize,
+        }
     }
 }
 
@@ -149,10 +169,12 @@ pub fn decode_header(bytes: &[u8; HEADER_BYTES]) -> Result<BatchHeader> {
         seq: fields.get_u32_le(),
         runs: fields.get_u32_le(),
         payload_bytes: fields.get_u32_le(),
+        codec: Codec::from_number(fields.get_u32_le())?,
+        packed_bytes: fields.get_u32_le(),
         crc: (&bytes[CRC_AT..]).get_u32_le(),
         crc_so_far: crc32c::crc32c(&bytes[..CRC_AT]),
     };
-    let reserved = u64::from(flags & !MARKER) | fields.get_u64_le() | u64::from(fields.get_u32_le());
+    let reserved = u64::from(flags & !MARKER) | u64::from(fields.get_u32_le());
     if reserved != 0 {
         return Err(Error::Reserved {
             what: "a batch's header",
@@ -177,6 +199,7 @@ pub fn decode_header(bytes: &[u8; HEADER_BYTES]) -> Result<BatchHeader> {
         ));
     }
     check_shape(&header)?;
+    check_packing(&header)?;
     if header.marker {
         check_crc(&header, &[])?;
     }
@@ -204,6 +227,22 @@ fn check_shape(header: &BatchHeader) -> Result<()> {
     Err(Error::BatchShape {
         what,
         runs: header.runs,
+        payload_bytes: header.payload_bytes,
+    })
+}
+
+/// What is packed is smaller for it; what is not has no second size.
+fn check_packing(header: &BatchHeader) -> Result<()> {
+    let fits = match header.codec {
+        None => header.packed_bytes == 0,
+        Some(_) => header.packed_bytes != 0 && header.packed_bytes < header.payload_bytes,
+    };
+    if fits {
+        return Ok(());
+    }
+    Err(Error::PackedBytes {
+        codec: header.codec.map_or("none", Codec::name),
+        packed_bytes: header.packed_bytes,
         payload_bytes: header.payload_bytes,
     })
 }
@@ -303,4 +342,10 @@ fn write_header(out: &mut [u8], flags: u16, stream: u16, words: [u32; 4]) {
         out[8 + 4 * i..12 + 4 * i].copy_from_slice(&word.to_le_bytes());
     }
     out[24..CRC_AT].fill(0);
+}
+
+/// Adds to a header what its pages are packed by, and to how much.
+fn write_packing(out: &mut [u8], codec: Codec, packed_bytes: u32) {
+    out[24..28].copy_from_slice(&codec.number().to_le_bytes());
+    out[28..32].copy_from_slice(&packed_bytes.to_le_bytes());
 }

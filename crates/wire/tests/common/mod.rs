@@ -5,8 +5,8 @@ use machine::{BalloonConfig, MachineConfig, Section};
 use pages::{Layout, PageRange, Pfn};
 use std::collections::BTreeMap;
 use wire::{
-    AbortCause, Accept, Commit, ConnectionRole, Digests, Hello, Message, NotRunning, Preamble, Running, SessionId,
-    Skip, SkipReason, VERSIONS,
+    AbortCause, Accept, Commit, ConnectionRole, Digests, Hello, Message, NotRunning, Offer, Preamble, Running,
+    SessionId, Skip, SkipReason, VersionRange,
 };
 
 pub fn range(start: u64, pages: u64) -> PageRange {
@@ -20,7 +20,7 @@ pub fn layout() -> Layout {
 
 pub fn preamble() -> Preamble {
     Preamble {
-        versions: VERSIONS,
+        versions: VersionRange { min: 1, max: 1 },
         session: SessionId(*b"0123456789abcdef"),
         role: ConnectionRole::Data { stream: 3 },
     }
@@ -90,6 +90,7 @@ pub fn messages() -> Vec<Message> {
             cause: AbortCause::TimedOut,
         },
         Message::Ping,
+        Message::Offer(Offer { codecs: 3 }),
     ]
 }
 
