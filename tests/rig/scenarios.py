@@ -164,7 +164,7 @@ def receiver_killed(stage):
     other = stage.pair.b
     count = "cat /sys/class/net/eth0/statistics/rx_bytes"
     start = int(other.check(count, "counting what came"))
-    sender = guest.sender("--max-bandwidth", "40Mbit", "--verify")
+    sender = guest.sender("--max-bandwidth", "40Mbit", "--compress", "none", "--verify")
     def arrived():
         return int(other.check(count, "counting what came")) > start + 16 * MIB
 

@@ -179,6 +179,7 @@ fn migrate(
         // Slow enough that the guest writes everything again meanwhile.
         let mut options = verified();
         options.max_bandwidth = Some(4 << 20);
+        options.compress = pageferry::Compress::None;
         let sending = Migration::send(as_guest(source), &address, options);
         tokio::join!(receiving.finish(), sending.finish())
     });

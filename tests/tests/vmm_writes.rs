@@ -110,6 +110,7 @@ fn migrate(device_tells: bool) -> (Finished, Finished, Arc<GuestMemory>, Option<
     let address = listener.local_address().clone();
     let options = SendOptions {
         max_bandwidth: Some(200 << 20),
+        compress: pageferry::Compress::None,
         ..verified()
     };
     let (source, destination, there) = block_on(async {

@@ -129,7 +129,12 @@ fn case_20_a_guest_on_its_way_is_left_alone() {
     let host = Running::host(&socket, &SMALL);
     let (receiver, _) = folder.receiver("b", &[]);
     let to = receiver.address.clone();
-    let sending = folder.send("sent", &socket, &to, &["--max-bandwidth", "8Mbit", "--skip", "none"]);
+    let sending = folder.send(
+        "sent",
+        &socket,
+        &to,
+        &["--max-bandwidth", "8Mbit", "--compress", "none", "--skip", "none"],
+    );
     wait_for_pages(&socket);
     for request in [
         &["--balloon-target", "16M"][..],
@@ -226,7 +231,7 @@ fn a_signal_to_the_client_cancels_and_its_death_does_not() {
     let socket = folder.path("a.sock");
     let host = Running::host(&socket, &SMALL);
     let (receiver, _) = folder.receiver("b", &[]);
-    let slow = ["--max-bandwidth", "8Mbit", "--skip", "none"];
+    let slow = ["--max-bandwidth", "8Mbit", "--compress", "none", "--skip", "none"];
     let sending = folder.send("sent", &socket, &receiver.address.clone(), &slow);
     wait_for_pages(&socket);
     sending.signal(Signal::INT);
@@ -236,7 +241,7 @@ fn a_signal_to_the_client_cancels_and_its_death_does_not() {
     receiver.end().expect(5);
 
     let (receiver, next) = folder.receiver("c", &[]);
-    let slow = ["--max-bandwidth", "80Mbit", "--skip", "none"];
+    let slow = ["--max-bandwidth", "80Mbit", "--compress", "none", "--skip", "none"];
     let sending = folder.send("sent", &socket, &receiver.address.clone(), &slow);
     wait_for_pages(&socket);
     sending.signal(Signal::KILL);
@@ -252,7 +257,7 @@ fn a_signal_to_the_host_cancels_and_ends_it() {
     let socket = folder.path("a.sock");
     let host = Running::host(&socket, &SMALL);
     let (receiver, _) = folder.receiver("b", &[]);
-    let slow = ["--max-bandwidth", "8Mbit", "--skip", "none"];
+    let slow = ["--max-bandwidth", "8Mbit", "--compress", "none", "--skip", "none"];
     let sending = folder.send("sent", &socket, &receiver.address.clone(), &slow);
     wait_for_pages(&socket);
     host.signal(Signal::TERM);
@@ -270,7 +275,16 @@ fn a_host_that_hangs_holds_no_client_for_good() {
     let host = Running::host(&socket, &SMALL);
     let (receiver, _) = folder.receiver("b", &["--peer-timeout", "60s"]);
     // As long as this test: none of the two gives up because the host did not run.
-    let slow = ["--max-bandwidth", "8Mbit", "--skip", "none", "--peer-timeout", "60s"];
+    let slow = [
+        "--max-bandwidth",
+        "8Mbit",
+        "--compress",
+        "none",
+        "--skip",
+        "none",
+        "--peer-timeout",
+        "60s",
+    ];
     let sending = folder.send("sent", &socket, &receiver.address.clone(), &slow);
     wait_for_pages(&socket);
     host.signal(Signal::STOP);
@@ -319,7 +333,7 @@ fn a_host_that_dies_in_the_middle_leaves_its_client_not_knowing() {
     let socket = folder.path("a.sock");
     let host = Running::host(&socket, &SMALL);
     let (receiver, _) = folder.receiver("b", &["--peer-timeout", "3s"]);
-    let slow = ["--max-bandwidth", "8Mbit", "--skip", "none"];
+    let slow = ["--max-bandwidth", "8Mbit", "--compress", "none", "--skip", "none"];
     let sending = folder.send("sent", &socket, &receiver.address.clone(), &slow);
     wait_for_pages(&socket);
     host.signal(Signal::KILL);

@@ -133,7 +133,16 @@ fn a_ram_file_that_shrinks_meanwhile_fails_in_one_sentence() {
     }
     let copy = folder.path().join("copy.img");
     let receiving = Running::receiver(folder.path(), &["--ram", text(&copy), "--after", "exit"]);
-    let slow = ["--guest", "file", "--ram", text(&ram), "--max-bandwidth", "24Mbit"];
+    let slow = [
+        "--guest",
+        "file",
+        "--ram",
+        text(&ram),
+        "--max-bandwidth",
+        "24Mbit",
+        "--compress",
+        "none",
+    ];
     let sending = Running::source(folder.path(), &receiving.address.clone(), &slow);
     while std::fs::metadata(&copy).map_or(0, |meta| std::os::unix::fs::MetadataExt::blocks(&meta)) == 0 {
         std::thread::sleep(std::time::Duration::from_millis(10));

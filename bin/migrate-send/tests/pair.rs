@@ -11,7 +11,7 @@ use support::{Ended, Running};
 /// A small guest that was in use before.
 const SMALL: [&str; 6] = ["--memory", "64M", "--used", "16M", "--aged", "24M"];
 /// What makes a migration of the small guest last some seconds.
-const SLOW: [&str; 2] = ["--max-bandwidth", "24Mbit"];
+const SLOW: [&str; 4] = ["--max-bandwidth", "24Mbit", "--compress", "none"];
 
 fn run(receiver: &[&str], source: &[&str]) -> (Ended, Ended) {
     let folder = tempfile::tempdir().unwrap();
@@ -216,7 +216,7 @@ fn case_13_a_guest_that_is_too_fast_obeys_the_time_out() {
         "--downtime-limit",
         "1ms",
     ];
-    let limits = ["--max-bandwidth", "64Mbit", "--timeout", "2s"];
+    let limits = ["--max-bandwidth", "64Mbit", "--compress", "none", "--timeout", "2s"];
     let (sent, received) = run(&[], &with(&[&fast, &limits]));
     sent.expect(6).unharmed();
     // The receiver is told the cause, and ends in the same way.

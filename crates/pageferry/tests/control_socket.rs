@@ -61,7 +61,7 @@ async fn end(mut serving: Serving) -> Served {
 
 /// What migrates so slowly that a test can do something meanwhile.
 fn slow(to: &pageferry::Address) -> Value {
-    json!({"to": to.to_string(), "max_bandwidth_bytes_per_s": 200_000, "skip": []})
+    json!({"to": to.to_string(), "max_bandwidth_bytes_per_s": 200_000, "compress": "none", "skip": []})
 }
 
 /// Waits until pages cross.

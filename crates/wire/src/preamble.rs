@@ -294,7 +294,7 @@ mod tests {
 
     #[test]
     fn case_12_a_newer_version_is_refused_by_name() {
-        let reply = PreambleReply::answer(VERSIONS, v(2, 5));
+        let reply = PreambleReply::answer(VERSIONS, v(3, 5));
         assert_eq!(
             reply,
             PreambleReply {
@@ -302,10 +302,10 @@ mod tests {
                 ours: VERSIONS
             }
         );
-        let error = reply.agreed(v(2, 5)).unwrap_err();
+        let error = reply.agreed(v(3, 5)).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "no protocol version in common: this side speaks 2 to 5, the peer 1; upgrade the older one"
+            "no protocol version in common: this side speaks 3 to 5, the peer 1 to 2; upgrade the older one"
         );
         // It is no fault of the preamble.
         assert_eq!(Preamble::decode(&with(10, 9)).unwrap().versions, v(1, 9));
