@@ -157,7 +157,7 @@ def _figures(report, way, cpu, peak):
         "streams": report["streams"],
         "cpu_s": cpu,
         "own_bytes": peak,
-        "compression": report.get("compression"),
+        "compression": report.get("compress"),
     }
 
 
