@@ -150,6 +150,8 @@ impl Judge {
     fn judge_plain(&mut self, window: &Took) {
         let measured = window.link_ns / float(window.wire);
         let link = measured.max(self.limit.unwrap_or(0.0));
+        // A processor that was taken away for a moment is no slow link.
+        let link = self.link.map_or(link, |before| (before + link) / 2.0);
         self.link = Some(link);
         let fast = if self.local && self.limit.is_none() {
             FAST_LOCAL
@@ -184,7 +186,9 @@ impl Judge {
         cost.pack = (cost.pack + now.pack) / 2.0;
         cost.ratio = (cost.ratio + now.ratio) / 2.0;
         let total = (window.pack_ns + window.link_ns) / raw;
-        if let Some(plain) = self.plain.filter(|plain| total > plain * STAY && self.limit.is_none()) {
+        // Where the cores hold the stream up, another codec may still do better: that is for what is known to tell.
+        let held_by_link = window.link_ns * 3.0 > window.pack_ns;
+        if let Some(plain) = self.plain.filter(|plain| held_by_link && total > plain * STAY) {
             self.using = None;
             self.until_fresh = self.retry_bytes;
             self.retry_bytes = (self.retry_bytes * 2).min(MAX_RETRY_BYTES);
@@ -196,7 +200,7 @@ impl Judge {
             return;
         }
         if self.limit.is_none() {
-            if window.link_ns * 3.0 > window.pack_ns {
+            if held_by_link {
                 // The link holds the stream up: what it takes in all that time is what it takes.
                 self.link = Some((window.pack_ns + window.link_ns) / float(window.wire));
             } else if self.until_fresh == 0 {
