@@ -7,7 +7,7 @@ use machine::{FreePages, NoBalloon};
 use memory::trackers::NullTracker;
 use memory::{Backing, FreeMap, GuestMemory, layout_file};
 use pageferry::Guest;
-use pages::{Layout, PAGE_BYTES};
+use pages::{Layout, PAGE_BYTES, PageSet};
 use softguest::{GuestConfig, SoftGuest};
 use std::path::Path;
 use std::sync::Arc;
@@ -128,8 +128,14 @@ fn open_file(plan: &FilePlan) -> Result<Started, Error> {
         None => layout_of_file(&plan.ram)?,
     });
     let ram = GuestMemory::new(Arc::clone(&layout), &Backing::read_file(&plan.ram)).map_err(refused)?;
-    let free_pages: Box<dyn FreePages> = match &plan.free_map {
-        Some(file) => Box::new(FreeMap::load(file, &layout).map_err(refused)?),
+    let map = plan.free_map.as_ref().map(|file| FreeMap::load(file, &layout));
+    let map = map.transpose().map_err(refused)?;
+    // A guest that is up has its memory mapped.
+    let none = PageSet::empty(&layout);
+    ram.map_present(map.as_ref().map_or(&none, FreeMap::free))
+        .map_err(refused)?;
+    let free_pages: Box<dyn FreePages> = match map {
+        Some(map) => Box::new(map),
         None => Box::new(NoBalloon),
     };
     let guest = Guest {

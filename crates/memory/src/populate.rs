@@ -1,9 +1,10 @@
 //! Populating guest RAM ahead of its use: a first touch costs more than the copy that it waits for.
 
 use crate::error::{Error, Result};
+use crate::presence::Presence;
 use crate::ram::GuestMemory;
 use crate::sys::map;
-use pages::{PAGE_BYTES, PageRange};
+use pages::{PAGE_BYTES, PageRange, PageSet};
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -49,13 +50,34 @@ impl GuestMemory {
         self.check_writable(range)?;
         let place = self.place(range)?;
         self.check_length(range, place)?;
+        self.populate_by(range, libc::MADV_POPULATE_WRITE)
+    }
+
+    /// Maps what a RAM file holds, as the memory of a guest that runs is mapped: whoever reads it later meets no page
+    /// faults. Holes stay holes. Of a file that is not in memory, the pages of `unread` are left on the disk.
+    ///
+    /// # Errors
+    /// What the file holds cannot be found out, or cannot be read.
+    pub fn map_present(&self, unread: &PageSet) -> Result<()> {
+        let mut pages = self.present_by(Presence::Auto)?;
+        if !self.storage.in_ram {
+            pages.subtract(unread);
+        }
+        for run in pages.runs() {
+            self.check_length(run, self.place(run)?)?;
+            self.populate_by(run, libc::MADV_POPULATE_READ)?;
+        }
+        Ok(())
+    }
+
+    fn populate_by(&self, range: PageRange, advice: libc::c_int) -> Result<()> {
         for chunk in chunks(range) {
             let addr = self.place(chunk)?.addr;
             loop {
-                match map::advise(addr, chunk.bytes(), libc::MADV_POPULATE_WRITE) {
+                match map::advise(addr, chunk.bytes(), advice) {
                     Ok(()) => break,
                     Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                    // A kernel older than 5.14: pages then come one by one, as they are written.
+                    // A kernel older than 5.14: pages then come one by one, as they are used.
                     Err(e) if e.raw_os_error() == Some(libc::EINVAL) => return Ok(()),
                     Err(e) => return Err(Error::sys(format!("populating pages {chunk} of guest RAM"), e)),
                 }

@@ -5,11 +5,12 @@ mod common;
 
 use common::{Kind, Ram, odd, r, ram};
 use machine::GuestRam;
-use memory::{Backing, Error, GuestMemory};
-use pages::{Layout, Pfn};
-use std::fs::OpenOptions;
+use memory::{Backing, Error, GuestMemory, Presence};
+use pages::{Layout, PageSet, Pfn};
+use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::fd::AsFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
@@ -105,4 +106,28 @@ fn a_file_in_use_is_left_alone() {
     assert!(GuestMemory::new(Arc::clone(&layout), &Backing::open_file(place.ram_file())).is_err());
     drop(source);
     GuestMemory::new(layout, &Backing::open_file(place.ram_file())).unwrap();
+}
+
+/// Whoever reads a guest's file later meets no page faults, and its holes are still holes.
+#[test]
+fn what_a_file_holds_is_mapped_and_its_holes_are_not_filled() {
+    let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+    let path = dir.path().join("ram");
+    let file = File::create(&path).unwrap();
+    file.set_len(1024 * 4096).unwrap();
+    let free = 700u64;
+    for pfn in [3, 4, 5, 512, free] {
+        file.write_all_at(&[7; 4096], pfn * 4096).unwrap();
+    }
+    let before = file.metadata().unwrap().blocks();
+    let layout = Arc::new(Layout::flat(1024).unwrap());
+    let ram = GuestMemory::new(Arc::clone(&layout), &Backing::read_file(&path)).unwrap();
+    let mut unread = PageSet::empty(&layout);
+    unread.insert(Pfn(free));
+    ram.map_present(&unread).unwrap();
+    let mapped = ram.present_by(Presence::PagemapFile).unwrap();
+    for pfn in [3, 4, 5, 512] {
+        assert!(mapped.contains(Pfn(pfn)), "{pfn}");
+    }
+    assert_eq!(file.metadata().unwrap().blocks(), before);
 }
