@@ -154,9 +154,7 @@ impl Ballooned {
     /// Gives granules that became whole back to the host, where that is the policy.
     fn release(&self, whole: Vec<PageRange>, counters: &mut Counters) {
         if self.policy == DiscardPolicy::AtOnce {
-            for range in whole {
-                give_back(&*self.discard, range, counters);
-            }
+            give_back(&*self.discard, &whole, counters);
         }
     }
 
@@ -231,17 +229,19 @@ impl Ballooned {
     }
 }
 
-/// Gives the memory of `range`, which lies in one region, back to the host. A refusal is counted: memory is then not
-/// saved, and nothing else is wrong.
-pub(crate) fn give_back(discard: &dyn Discard, range: PageRange, counters: &mut Counters) {
-    counters.discards += 1;
-    match discard.discard(range) {
-        Ok(()) => counters.discarded_pages += range.count(),
-        Err(error) => {
-            tracing::debug!(%range, %error, "discard failed");
-            counters.discard_errors += 1;
+/// Gives the memory of `ranges`, each of which lies in one region, back to the host. A refusal is counted: memory is then
+/// not saved, and nothing else is wrong.
+pub(crate) fn give_back(discard: &dyn Discard, ranges: &[PageRange], counters: &mut Counters) {
+    discard.discard_all(ranges, &mut |range, result| {
+        counters.discards += 1;
+        match result {
+            Ok(()) => counters.discarded_pages += range.count(),
+            Err(error) => {
+                tracing::debug!(%range, %error, "discard failed");
+                counters.discard_errors += 1;
+            }
         }
-    }
+    });
 }
 
 /// Runs of sorted numbers without duplicates.
