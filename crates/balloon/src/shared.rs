@@ -2,7 +2,7 @@
 
 use crate::Balloon;
 use crate::window::MOST_WINDOW;
-use machine::{AnswerCounts, AnswerSink, FreePages, GuestMemoryStats};
+use machine::{AnswerSink, BalloonCounts, FreePages, GuestMemoryStats};
 use pages::{PAGE_BYTES, PageSet, Pfn};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vm_memory::GuestAddressSpace;
@@ -89,8 +89,8 @@ impl<M: GuestAddressSpace + Send> FreePages for SharedBalloon<M> {
         Ok(())
     }
 
-    fn counts(&self) -> AnswerCounts {
-        self.lock().answer_counts()
+    fn counts(&self) -> BalloonCounts {
+        self.lock().counters()
     }
 }
 
