@@ -17,6 +17,8 @@ _FORMS = {
     "busy": re.compile(r"busy (\d+) (\d+)"),
     "bitmap": re.compile(r"bitmap" + r" (\d+)" * 8),
     "unloaded": re.compile(r"unloaded (\d+) (\d+) (\d+)"),
+    "suspended": re.compile(r"suspended" + r" (\d+)" * 6),
+    "churned": re.compile(r"churned" + r" (\d+)" * 5),
     "loaded": re.compile(r"loaded (\d+)"),
 }
 # A guest beats this often (guest.c), and later when its host is slow.
@@ -47,6 +49,8 @@ class Watch:
     # 100 us or more, ns that the answer took
     bitmap: list = field(default_factory=list)
     unloaded: list = field(default_factory=list)  # requests, answers, how long it took in ms
+    suspended: list = field(default_factory=list)  # requests, answers, suspends of the driver, errno, ms taken, ms asleep
+    churned: list = field(default_factory=list)  # requests, answers, answers after it, rounds, took ms
     loaded: list = field(default_factory=list)  # clock in ms
     facts: dict = field(default_factory=dict)
     ready: bool = False
