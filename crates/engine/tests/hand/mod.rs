@@ -1,5 +1,6 @@
 //! A source's executor, by hand: carries out nothing by itself, and remembers what it was told.
-#![allow(clippy::unwrap_used, unreachable_pub, missing_docs)]
+// Each test file uses a part of this.
+#![allow(clippy::unwrap_used, dead_code, unreachable_pub, missing_docs)]
 
 use engine::{
     Ask, Chunk, Content, Ending, Outcome, Rechecked, Scanned, Source, SourceAction, SourceConfig, SourceEvent, Step,
