@@ -376,10 +376,10 @@ void bb_write_actual(struct bb *bb)
 	virtio_cwrite_le(bb->vdev, struct virtio_balloon_config, actual, &actual);
 }
 
-/* The most pages of @want that are taken in one go. */
+/* The most pages of @want that are taken in one go: of the largest blocks, whole ones. */
 static unsigned long batch_limit(unsigned long want)
 {
-	unsigned long share = global_zone_page_state(NR_FREE_PAGES) / BATCH_SHARE;
+	unsigned long share = round_down(global_zone_page_state(NR_FREE_PAGES) / BATCH_SHARE, 1UL << BB_MAX_ORDER);
 
 	return min(want, clamp(share, SMALL_BATCH_PAGES, BATCH_PAGES));
 }
