@@ -470,7 +470,8 @@ impl<M: GuestAddressSpace> Balloon<M> {
         match role {
             Role::Hint | Role::Misc => self.asking.abandon(),
             Role::Stats => self.stats.held = None,
-            Role::Inflate | Role::Deflate | Role::Report => {}
+            Role::Inflate | Role::Deflate => self.ballooned.deafen(),
+            Role::Report => {}
         }
         self.interrupts.config();
     }

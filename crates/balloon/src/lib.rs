@@ -22,8 +22,13 @@
 //! Inflating gives memory back at once, or only marks it for a migration to skip: [`DiscardPolicy`]. The bitmap dialects
 //! mark only, unless told otherwise. Their drivers (of 2016) send bits again that are no longer true: compaction, which
 //! moves a page of the balloon, resends the last bitmap as it then stands on the inflate queue and on the deflate queue.
-//! A discard in between would empty pages that the guest uses; a mark is taken away again. Choose at-once for a guest
-//! whose driver does not do that.
+//! A discard in between would empty pages that the guest uses; a mark is taken away again. Choose at-once for a driver
+//! without compaction. That such a driver may drop a page at a multiple of 64 from what it takes back is no matter: with
+//! larger granules than a page, those count only where the buffer that makes the granule whole names them.
+//!
+//! What the guest says on its way out of the balloon must be understood: a buffer of the bitmap dialects that is refused,
+//! and an array of a deflation that is refused or cut, empties the set of ballooned pages. So does a stopped inflate or
+//! deflate queue, for good, until the device is reset.
 //!
 //! A page that is dirty is never treated as ballooned: a migration takes ballooned pages out of what it sends first,
 //! after tracking of writes began, and out of nothing that is found written later. What was written before that has to be

@@ -271,6 +271,32 @@ fn quirk_11_stale_bits_discard_nothing_and_nothing_in_the_balloon_is_believed_af
 }
 
 #[test]
+fn quirk_08_a_granule_goes_back_only_where_the_buffer_names_its_pages_at_multiples_of_64() {
+    for dialect in BOTH {
+        let mut rig = rig_with(dialect, AtOnce, flat(), 512);
+        rig.send_pages(0, &[range(1024, 512)]);
+        assert_eq!(rig.take_discards(), [range(1024, 512)]);
+        // Pages 1060 to 1088 come out, of which the driver drops the last. It is in use from there on.
+        rig.send_pages(1, &[range(1060, 29)]);
+        rig.send_pages(0, &[range(1060, 28), range(1089, 447)]);
+        assert_eq!(rig.take_discards(), [], "page 1088 is in use");
+        // It goes in again, and the driver names all from there on; then the whole granule.
+        rig.send_pages(0, &[range(1088, 448)]);
+        assert_eq!(rig.take_discards(), [], "of page 1024 nothing was said this time");
+        rig.send_pages(0, &[range(1000, 536)]);
+        assert_eq!(rig.take_discards(), [range(1024, 512)]);
+        // Page by page nothing changes: what goes back is what was named and was not in.
+        let mut rig = rig_with(dialect, AtOnce, flat(), 1);
+        rig.send_pages(0, &[range(1024, 512)]);
+        rig.take_discards();
+        rig.send_pages(1, &[range(1060, 29)]);
+        rig.send_pages(0, &[range(1060, 28), range(1089, 447)]);
+        assert_eq!(rig.take_discards(), [range(1060, 28)]);
+        assert_eq!(rig.ballooned(), [range(1024, 512)]);
+    }
+}
+
+#[test]
 fn quirk_15_a_guest_that_vanishes_leaves_an_empty_balloon() {
     for dialect in BOTH {
         let mut rig = rig(dialect);
@@ -344,12 +370,12 @@ fn case_45_511_of_512_pages_discard_nothing_and_the_last_one_discards_once() {
         rig.send_bitmap(0, 1024, &bits(1024, 64, &[range(1024, 511)]));
         assert_eq!(rig.take_discards(), [], "already given back");
         rig.send_bitmap(1, 1024, &bits(1024, 64, &[range(1200, 1)]));
-        rig.send_bitmap(0, 1024, &bits(1024, 64, &[range(1200, 2)]));
+        rig.send_bitmap(0, 1024, &bits(1024, 64, &[range(1024, 512)]));
         assert_eq!(rig.take_discards(), [range(1024, 512)], "taken and given up again");
         // Three granules and two ends, in one call; then the ends' other halves.
         rig.send_bitmap(0, 1984, &bits(1984, 256, &[range(2000, 1700)]));
         assert_eq!(rig.take_discards(), [range(2048, 1536)]);
-        rig.send_bitmap(0, 1536, &bits(1536, 512, &[range(1536, 464), range(3700, 396)]));
+        rig.send_bitmap(0, 1536, &bits(1536, 512, &[range(1536, 464), range(3584, 512)]));
         assert_eq!(rig.take_discards(), [range(1536, 512), range(3584, 512)]);
         assert_eq!(rig.device.lock().counters().discards, 5);
     }
@@ -372,7 +398,7 @@ fn inflating_while_the_guest_is_asked_disturbs_no_answer() {
     answer[8..16].copy_from_slice(&id.to_le_bytes());
     rig.write(BUFFERS, &answer);
     rig.send(0, &[(BUFFERS, 40, false)]);
-    assert_eq!(rig.ballooned(), [range(5001, 63)]);
+    assert_eq!((rig.ballooned(), malformed(&rig).0), (vec![], 2));
     rig.send(3, &[(BUFFERS, 40, false)]);
     let said = answers.take();
     assert_eq!(said.last(), Some(&(1, Answer::Finished)));

@@ -1,5 +1,6 @@
-//! Buffers of the bitmap dialects that are not believed: each is counted, does nothing, and the next one works. The quirks'
-//! numbers are those of the dialects' documentation.
+//! Buffers of the bitmap dialects that are not believed: each is counted and puts nothing in. It may have been the driver's
+//! word on a page that left, so nothing in the balloon is believed after it; the next buffer works. The quirks' numbers
+//! are those of the dialects' documentation.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 
 mod support;
@@ -13,10 +14,9 @@ use support::bitmaps::*;
 use support::*;
 
 #[test]
-fn quirk_12_arrays_of_a_driver_that_fell_back_are_counted_and_do_nothing() {
+fn quirk_12_arrays_of_a_driver_that_fell_back_are_counted_and_empty_the_balloon() {
     for dialect in BOTH {
         let mut rig = rig(dialect);
-        rig.send_pages(0, &[range(5001, 63)]);
         let arrays: [Vec<u32>; 5] = [
             (6000..6256).collect(),
             (6000..6256).rev().collect(),
@@ -28,11 +28,14 @@ fn quirk_12_arrays_of_a_driver_that_fell_back_are_counted_and_do_nothing() {
         let mut refused = 0;
         for (i, array) in arrays.iter().enumerate() {
             for queue in [0, 1] {
+                rig.send_pages(0, &[range(5001, 10 + 2 * i as u64 + queue as u64)]);
+                assert_ne!(rig.ballooned(), []);
                 rig.send_pfns(queue, array);
-                // That one is an empty bitmap to the one dialect, and does nothing either.
-                refused += u64::from(dialect == BitmapRfc || i != 3);
+                // That one is an empty bitmap to the one dialect: an inflation that names nothing, a deflation of nothing.
+                let empty = dialect == Bitmap && i == 3;
+                refused += u64::from(!empty);
                 assert_eq!(malformed(&rig), (refused, refused), "{dialect} array {i}");
-                assert_eq!(rig.ballooned(), [range(5001, 63)]);
+                assert_eq!(rig.ballooned().is_empty(), !empty || queue == 0, "{dialect} array {i}");
             }
         }
     }
@@ -95,6 +98,29 @@ fn quirk_12_a_header_is_checked_strictly_before_it_is_believed() {
     }
 }
 
+/// A driver of 16384 pages less three, its first fill having pages in the first word and in the last: it looks for more in a
+/// second window, finds none, and leaves an all-clear bitmap behind, which compaction then sends.
+#[test]
+fn quirk_11_what_an_empty_window_left_behind_empties_the_balloon() {
+    for dialect in BOTH {
+        // Where such a window starts, and for another guest: no multiple of 64.
+        for (start, refused) in [(32_768, 0), (32_762, 2)] {
+            let mut rig = rig(dialect);
+            rig.send_pages(0, &[range(5, 16_370)]);
+            for queue in [0, 1] {
+                rig.send_bitmap(queue, start, &[0; 2064]);
+                assert_eq!(
+                    rig.ballooned(),
+                    [],
+                    "{dialect} from {start}: some page left, and it is in use"
+                );
+            }
+            assert_eq!(malformed(&rig).1, refused);
+            assert_eq!(rig.device.lock().counters().stale_bitmaps, u64::from(refused == 0));
+        }
+    }
+}
+
 #[test]
 fn quirk_13_what_another_byte_order_sends_is_refused() {
     for dialect in BOTH {
@@ -139,21 +165,18 @@ fn quirk_16_the_longest_descriptor_is_normal_and_a_longer_one_hostile() {
             rig.write(BUFFERS, &all);
             rig.send(1, &[(BUFFERS, (header + len) as u32, false)]);
         }
-        assert_eq!(malformed(&rig), (2, 2));
-        assert_eq!(rig.ballooned(), [range(0, 32 << 18)]);
+        assert_eq!((malformed(&rig), rig.ballooned()), ((2, 2), vec![]));
         // More bytes than a chain may have: that ring is broken.
         rig.send(1, &[(BUFFERS, u32::MAX, false); 4]);
         assert!(rig.device.lock().needs_reset());
-        assert_eq!(rig.ballooned(), [range(0, 32 << 18)]);
     }
 }
 
 #[test]
-fn case_39_bad_chains_are_skipped_and_counted_and_the_next_works() {
+fn case_39_bad_chains_are_counted_and_empty_the_balloon_and_the_next_works() {
     for dialect in BOTH {
         for queue in [0, 1] {
             let mut rig = rig(dialect);
-            rig.send_pages(0, &[range(5001, 63)]);
             let good = bitmap_buffer(dialect, 4992, &[0xff; 8]);
             let len = good.len() as u32;
             rig.write(BUFFERS, &good);
@@ -169,14 +192,16 @@ fn case_39_bad_chains_are_skipped_and_counted_and_the_next_works() {
                 &[(BUFFERS, 28, false), (u64::MAX - 1, len - 28, false)],
             ];
             for (i, chain) in bad.iter().enumerate() {
+                rig.write(2 * BUFFERS, &bitmap_buffer(dialect, 9024, &[i as u8 + 1; 8]));
+                rig.send(0, &[(2 * BUFFERS, len, false)]);
+                assert_ne!(rig.ballooned(), []);
                 assert_eq!(rig.send(queue, chain).len(), 1, "returned: {chain:x?}");
                 assert_eq!(malformed(&rig).0, i as u64 + 1);
-                assert_eq!(rig.ballooned(), [range(5001, 63)]);
+                assert_eq!(rig.ballooned(), [], "it may have been the word on a page that left");
             }
             assert_eq!(malformed(&rig).1, 3, "the others have no header to check");
-            rig.send_bitmap(queue, 4992, &[0xff; 8]);
-            let expected = [vec![range(4992, 72)], vec![range(5056, 8)]];
-            assert_eq!(rig.ballooned(), expected[queue]);
+            rig.send_bitmap(0, 4992, &[0xff; 8]);
+            assert_eq!(rig.ballooned(), [range(4992, 64)]);
             assert!(!rig.device.lock().needs_reset());
         }
     }
@@ -197,7 +222,7 @@ fn case_48_a_second_statistics_buffer_returns_the_first_and_a_huge_one_is_bounde
 }
 
 #[test]
-fn case_49_broken_rings_stop_their_queue_alone() {
+fn case_49_broken_rings_stop_their_queue_alone_and_the_balloon_is_not_believed_until_a_reset() {
     for dialect in BOTH {
         for queue in [0, 1] {
             let mut rig = rig(dialect);
@@ -213,9 +238,23 @@ fn case_49_broken_rings_stop_their_queue_alone() {
             rig.kick(queue);
             assert!(rig.device.lock().needs_reset());
             assert_eq!(rig.device.lock().counters().broken_queues, 1);
-            rig.send_pages(1 - queue, &[range(5001, 1), range(6001, 1)]);
-            let expected = [vec![range(5002, 62)], vec![range(5001, 63), range(6001, 1)]];
-            assert_eq!(rig.ballooned(), expected[queue], "the other queue goes on");
+            assert_eq!(rig.ballooned(), [], "half of what the guest says is not heard");
+            let all = bitmap_buffer(dialect, 4992, &[0xff; 8]);
+            rig.write(BUFFERS, &all);
+            let used = rig.send(1 - queue, &[(BUFFERS, all.len() as u32, false)]);
+            assert_eq!((used.len(), rig.ballooned()), (1, vec![]), "the other queue goes on");
+            // So it is behind a device that takes over.
+            let section = rig.device.lock().save();
+            rig.device.lock().restore(&section).unwrap();
+            rig.send_bitmap(1 - queue, 4992, &[0x7f; 8]);
+            assert_eq!(rig.ballooned(), []);
+            let features = rig.device.lock().driver_features() & !VERSION_1;
+            rig.device.lock().reset();
+            rig.rings = (0..rig.rings.len() as u64).map(Ring::new).collect();
+            rig.rings.iter_mut().for_each(|ring| ring.set_avail(&rig.mem, 0));
+            rig.drive(features);
+            rig.send_bitmap(0, 4992, &[0xff; 8]);
+            assert_eq!(rig.ballooned(), [range(4992, 64)]);
         }
     }
 }
