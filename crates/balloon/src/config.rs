@@ -59,9 +59,10 @@ pub enum DiscardPolicy {
     ///   the rest is inflated; so pages at multiples of 64 count only as far as the buffer that makes the granule whole names
     ///   them itself. A driver that names new pages alone, a few a buffer, therefore gives back little there.
     /// - A big-endian guest in the `bitmap` dialect: its header is right and its bitmap is words of its own byte order, so that
-    ///   other pages are named than the guest gave up. **Nothing tells that bitmap from a good one.** Do not offer
-    ///   [`feature::PAGE_BITMAP`] to a guest that may run big-endian, whatever the policy: under `MarkOnly` a migration would
-    ///   skip those pages. (`bitmap-rfc` refuses such a guest by its header; answers of the misc queue are refused by the id.)
+    ///   other pages are named than the guest gave up, and nothing tells that bitmap from a good one. So PAGE_BITMAP of that
+    ///   dialect is refused on hosts where such a guest can run ([`crate::Error::ByteOrder`]), whatever the policy: under
+    ///   `MarkOnly` a migration would skip those pages. (`bitmap-rfc` refuses such a guest by its header; answers of the misc
+    ///   queue are refused by the id.)
     AtOnce,
 }
 
@@ -140,6 +141,7 @@ impl Config {
         }
         if self.dialect == Dialect::Bitmap {
             bitmap::check_space(self.features, layout)?;
+            bitmap::check_byte_order(self.features, bitmap::RUNS_BIG_ENDIAN)?;
         }
         Ok(())
     }

@@ -85,6 +85,12 @@ pub enum Error {
         /// Where guest-physical space ends.
         end_bytes: u64,
     },
+    /// PAGE_BITMAP was configured for the `bitmap` dialect on a host that can run a big-endian guest.
+    #[error(
+        "the bitmap balloon cannot offer PAGE_BITMAP (bit 3) on this host: a big-endian guest could run here, whose bitmaps \
+         name pages that it did not give up, and nothing shows it; leave the bit out, or choose the bitmap-rfc dialect"
+    )]
+    ByteOrder,
     /// Feature bits were configured that the dialect does not have.
     #[error("the {dialect} balloon cannot offer feature bits {bits:#x}; it can offer {possible:#x}")]
     Unofferable {
