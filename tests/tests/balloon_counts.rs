@@ -6,7 +6,7 @@ mod common;
 use balloon::{Dialect, DiscardPolicy};
 use common::{MIB, Moved, block_on, guest_with, migrate, start, verified};
 use engine::Ask;
-use machine::{DirtyTracker, FreePages};
+use machine::DirtyTracker;
 use memory::trackers::UffdTracker;
 use pages::{Layout, PageRange, PageSet, Pfn};
 use softguest::{GuestConfig, Quirks, SoftGuest, Workload};

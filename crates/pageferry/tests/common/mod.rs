@@ -252,7 +252,7 @@ impl FreePages for TestBalloon {
 
     fn counts(&self) -> BalloonCounts {
         BalloonCounts {
-            answers: self.inner.begun.load(Ordering::SeqCst) as u64,
+            answers: self.inner.begun.load(Ordering::SeqCst),
             ..BalloonCounts::default()
         }
     }
