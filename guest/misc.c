@@ -188,10 +188,9 @@ void bb_misc_work(struct work_struct *work)
 		return;
 	/* Before taking: what comes after that rings again. */
 	atomic_xchg(&misc->rang, 0);
-	if (!take_completions(bb)) {
+	/* What is left over does not keep a window from being walked. */
+	if (!take_completions(bb))
 		bb_queue(bb, work);
-		return;
-	}
 	if (misc->open && !misc->in_flight)
 		send_window(bb);
 }
