@@ -41,9 +41,10 @@
 //! [`Interrupts`], [`Discard`] and the sink of a session are called from within the device's methods, so under the lock
 //! of a [`SharedBalloon`]: they must be quick and must not call back into the device.
 //!
-//! The `bitmap` dialect's driver reuses one guest buffer for all windows of an answer and does not wait in between. Where
-//! guest-physical space ends above one window (32 GiB), [`Balloon::notify`] must therefore be called before the vCPU
-//! that kicked runs on; from there the buffer is read at once and in whole.
+//! The drivers of the bitmap dialects have one guest buffer for all bitmaps, of inflations, deflations and answers, and
+//! reuse it without waiting. In those dialects [`Balloon::notify`] must therefore always be called before the vCPU that
+//! kicked runs on, however small the guest; from there the buffer is read at once and in whole. A buffer that changes
+//! while it is read is refused, but a rewrite that stands still meanwhile cannot be seen.
 #![forbid(unsafe_code)]
 
 mod ask;

@@ -319,3 +319,45 @@ fn an_answer_that_is_overwritten_while_it_is_read_is_dropped_whole() {
         },
     );
 }
+
+/// The driver writes its bitmap first and its header last: a rewrite that has begun shows in the bitmap alone.
+#[test]
+fn quirk_04_a_bitmap_that_changes_behind_an_unchanged_header_is_torn() {
+    for dialect in [Bitmap, BitmapRfc] {
+        let mut rig = Rig::new(dialect, PAGE_BITMAP);
+        let len = 512 << 10;
+        let buffer = bitmap_buffer(dialect, 0, &vec![0u8; len]);
+        rig.write(BUFFERS, &buffer);
+        let last = BUFFERS + buffer.len() as u64 - 8;
+        let mem = Arc::clone(&rig.mem);
+        while_written(
+            move |i| mem.write_obj(i, GuestAddress(last)).unwrap(),
+            || {
+                rig.send(0, &[(BUFFERS, buffer.len() as u32, false)]);
+                let counters = rig.device.lock().counters();
+                assert_eq!(counters.malformed, counters.torn, "the header is a good one");
+                counters.torn > 2
+            },
+        );
+    }
+    let mut rig = Rig::new(Bitmap, MISC_VQ);
+    let answers = Answers::default();
+    let mut buffer = bitmap_buffer(Bitmap, 0, &vec![0u8; 512 << 10]);
+    buffer[4] = 1;
+    rig.write(BUFFERS, &buffer);
+    let last = BUFFERS + buffer.len() as u64 - 8;
+    let mem = Arc::clone(&rig.mem);
+    let mut session = 0;
+    while_written(
+        move |i| mem.write_obj(i, GuestAddress(last)).unwrap(),
+        || {
+            session += 1;
+            rig.send(3, &[(3 * BUFFERS, 16, true)]);
+            rig.device.begin(session, answers.sink()).unwrap();
+            rig.write(BUFFERS + 8, &u64::from(session).to_le_bytes());
+            rig.send(3, &[(BUFFERS, buffer.len() as u32, false)]);
+            rig.device.end(session).unwrap();
+            rig.device.counts().torn > 2
+        },
+    );
+}

@@ -9,8 +9,8 @@
 //! - The driver takes one completion an interrupt, and eats a request that has another cmd or length. So: cmd 0 alone,
 //!   16 bytes used for requests and 0 for answers, one interrupt a completion, a request is never sent again. When a
 //!   session ends unanswered, the interrupt is raised once more: it frees a request that is stuck behind an answer.
-//! - All windows share one guest buffer, which the driver reuses without waiting. A buffer is read once, in whole; its
-//!   header must be that of the window that is due, before and after the bitmap is read. A window that is not due makes
+//! - All windows share one guest buffer, which the driver reuses without waiting. A buffer is read once, in whole, and all
+//!   of it once more, to see that it was left alone (see [`crate::window`]). A window that is not due makes
 //!   the whole answer worthless. So answers are gathered, and handed over only when DONE shows that they are whole.
 //! - Memory added meanwhile gives CONT without DONE: the asker's time-out ends it, and nothing of it is used.
 //! - Request ids are 1 to 2^32 - 1 (a 32-bit guest truncates) and are never used twice; 0 is what inflate headers say.
@@ -60,8 +60,9 @@ pub(crate) struct Misc {
     issued: u32,
     posted: Option<Posted>,
     open: Option<Open>,
-    /// Scratch: one buffer.
+    /// Scratch: the header and the bitmap of one buffer.
     bytes: Vec<u8>,
+    bitmap: Vec<u8>,
 }
 
 impl Misc {
@@ -77,6 +78,7 @@ impl Misc {
             posted: None,
             open: None,
             bytes: Vec::new(),
+            bitmap: Vec::new(),
         }
     }
 
@@ -244,10 +246,11 @@ impl Misc {
             }
             return tally.bad_header("a bitmap of a request that was never made");
         };
-        // The bitmap, once and in whole; then the header again, for a window that was overwritten meanwhile.
-        let read = chain.gather(mem, HEADER as u64, MOST_WINDOW, &mut self.bytes);
-        let mut again = Vec::new();
-        let torn = chain.gather(mem, 0, HEADER, &mut again).is_err() || Header::parse(&again) != Some(header);
+        // The bitmap, once and in whole; then both again, for a window that was overwritten meanwhile.
+        let read = chain.gather(mem, HEADER as u64, MOST_WINDOW, &mut self.bitmap);
+        let left_alone = window::is_still(mem, chain, HEADER, &self.bitmap)
+            && window::is_still(mem, chain, 0, &self.bytes[..HEADER]);
+        let torn = read.is_ok() && !left_alone;
         let stray = header.start_pfn != open.due || (header.flag == CONT && header.bmap_len == 0);
         if read.is_err() || torn || stray {
             tally.malformed("a window was overwritten or is not the one that is due: the whole answer is dropped");
@@ -257,8 +260,8 @@ impl Misc {
             return;
         }
         tally.answers += 1;
-        let ram = open.free.insert_bitmap(Pfn(header.start_pfn), &self.bytes);
-        tally.bad_pfns += window::ones(&self.bytes) - ram;
+        let ram = open.free.insert_bitmap(Pfn(header.start_pfn), &self.bitmap);
+        tally.bad_pfns += window::ones(&self.bitmap) - ram;
         open.due = header.start_pfn.saturating_add(header.bmap_len * 8);
         if header.flag == DONE {
             open.deliver();
