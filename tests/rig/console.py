@@ -19,6 +19,7 @@ _FORMS = {
     "unloaded": re.compile(r"unloaded (\d+) (\d+) (\d+)"),
     "suspended": re.compile(r"suspended" + r" (\d+)" * 6),
     "churned": re.compile(r"churned" + r" (\d+)" * 5),
+    "hogged": re.compile(r"hogged" + r" (\d+)" * 5),
     "loaded": re.compile(r"loaded (\d+)"),
 }
 # A guest beats this often (guest.c), and later when its host is slow.
@@ -51,6 +52,7 @@ class Watch:
     unloaded: list = field(default_factory=list)  # requests, answers, how long it took in ms
     suspended: list = field(default_factory=list)  # requests, answers, suspends of the driver, errno, ms taken, ms asleep
     churned: list = field(default_factory=list)  # requests, answers, answers after it, rounds, took ms
+    hogged: list = field(default_factory=list)  # pages in the balloon before and after, pages it gave, kills, longest step in ms
     loaded: list = field(default_factory=list)  # clock in ms
     facts: dict = field(default_factory=dict)
     ready: bool = False

@@ -20,6 +20,10 @@
  *   churned REQ ANS AFTER ROUNDS MS
  *                            (rig.hotadd=MIB) memory was added, put online and taken away ROUNDS times while a request was
  *                            open, and added again to stay; requests and answers before that, answers after it
+ *   hogged FIRST LEFT GIVEN KILLED LONGEST
+ *                            (rig.hog=MIB) once the balloon was at rest with FIRST pages in it, as much memory was touched,
+ *                            and given back: the pages left in it, those that it gave because memory had run out, the
+ *                            processes that were killed, and the longest time that one MiB took, in ms
  *   busy ROUND MS            (busy) data was made, compressed, taken apart, compared and deleted, for the ROUNDth time
  *   facts NAME VALUE         once each, before ready
  *   rig: ready               the guest is as the scenario wants it: idle ones have come to rest
@@ -32,7 +36,7 @@
  * The kernel's command line says what to do: rig.mode=idle|busy, rig.pattern=MIB, rig.fill=MIB (touched and given back
  * before ready), rig.balloon=bitmap (our balloon driver in place of the stock one, by guest-init), rig.walk_pause_us=US
  * (its pause between holds of a lock, until it is loaded again, or what was to happen in a request has), rig.unload=1, rig.suspend=1,
- * rig.hotadd=MIB (from 2 GiB on; mem=2048M keeps the kernel from it at boot).
+ * rig.hog=MIB, rig.hotadd=MIB (from 2 GiB on; mem=2048M keeps the kernel from it at boot).
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -63,6 +67,8 @@
 #define CHURN_MOST 2000
 #define HOTADD_START (2048ul * MIB)
 #define UNLOADED_MS 2000
+#define HOG_POLL_MS 1000
+#define HOG_RESTS 3
 #define BALLOON_DRIVER "virtio_balloon_bitmap"
 #define MOST_DEVICES 8
 
@@ -172,6 +178,7 @@ static const char *balloon_counters(void)
 }
 
 static const char *parameter(const char *name, const char *otherwise);
+static void *take(size_t bytes, const char *what);
 
 static void go_to_cpu(int cpu)
 {
@@ -462,6 +469,39 @@ static void make_pattern(unsigned long mib)
 	}
 }
 
+/* ---- memory that runs out ---- */
+
+static _Noreturn void hog_memory(void)
+{
+	unsigned long mib = strtoul(parameter("rig.hog", "0"), NULL, 10), first = 0, now;
+	const char *path = balloon_counters();
+	uint64_t longest = 0;
+	char *memory;
+
+	if (!path)
+		fail("%s is to give memory back, and is not there", BALLOON_DRIVER);
+	for (int rests = 0; rests < HOG_RESTS; first = now) {
+		sleep_ms(HOG_POLL_MS);
+		now = number_of(path, "pages_in_balloon ");
+		rests = now && now == first ? rests + 1 : 0;
+	}
+	memory = take((size_t)mib * MIB, "the hog");
+	for (unsigned long i = 0; i < mib; i++) {
+		uint64_t begun = now_ms(), took;
+
+		memset(memory + i * MIB, 1, MIB);
+		took = now_ms() - begun;
+		longest = took > longest ? took : longest;
+	}
+	if (munmap(memory, (size_t)mib * MIB) != 0)
+		fail("giving the hog's memory back: %s", strerror(errno));
+	now = number_of(path, "pages_in_balloon ");
+	say("hogged %lu %lu %lu %lu %" PRIu64, first, now, number_of(path, "\noom_pages "),
+	    number_of("/proc/vmstat", "\noom_kill "), longest);
+	for (;;)
+		sleep_ms(BEAT_MS);
+}
+
 /* ---- memory that was in use ---- */
 
 static void fill_and_free(unsigned long mib)
@@ -575,6 +615,8 @@ int main(void)
 		start(unload_in_a_request, last_cpu);
 	if (mib_of("rig.suspend", "0") != 0)
 		start(suspend_in_a_request, last_cpu);
+	if (mib_of("rig.hog", "0") != 0)
+		start(hog_memory, last_cpu);
 	if (mib_of("rig.hotadd", "0") != 0)
 		start(churn_memory, last_cpu);
 	if (is_busy)

@@ -279,6 +279,7 @@ _DRIVER = "virtio_balloon_bitmap"
 _PAGE_BITMAP, _MISC_VQ = 3, 4
 _ANSWER_LIMIT_S = 20
 _UNLOAD_MOST_MS = 5000
+_HOG_LIMIT_S = 120
 _CHURN_LIMIT_S = 120
 _CHURN_LEAST = 12
 _HOTADD_MIB = 256
@@ -426,6 +427,28 @@ def bitmap_unload(stage):
     guest.check_here()
     progress(f"loaded again: {_answer(guest)}")
     return [first, second]
+
+
+@_scenario("bitmap-oom", our_driver=True, kernels=(None, "6.12"))
+def bitmap_oom(stage):
+    """The guest's memory runs out while most of it is in the balloon: the balloon gives it, nobody is killed, and at a move
+    what came out is sent."""
+    guest = _with_our_driver(stage.boot, memory_mib=1 << 10, kernel_words="rig.hog=400")
+    pages = 640 * MIB // PAGE_BYTES
+    _inflate(stage, guest, "640M", pages)
+    watch = guest.wait_for("the guest's memory to have run out", lambda watch: watch.hogged, _HOG_LIMIT_S)
+    first, left, given, killed, longest_ms = watch.hogged[-1].numbers
+    progress(f"of {first} pages in the balloon it gave {given} and has {left}; {killed} processes were killed, and the longest "
+             f"MiB took {longest_ms} ms")
+    if killed or not given or (first, left) != (pages, pages - given):
+        raise ScriptError(f"of {pages} pages, {first} were in the balloon, {given} came out, {left} are left, {killed} kills")
+    told = guest.control("--balloon-stats")["actual_pages"]
+    if told != left:
+        raise ScriptError(f"the balloon holds {left} pages, and the host was told of {told}")
+    hop = guest.migrate("--ask", "never")
+    guest.check_here()
+    guest.check_said()
+    return [hop]
 
 
 @_scenario("bitmap-suspend", our_driver=True, kernels=(None, "6.12"))

@@ -54,8 +54,9 @@ class Console(unittest.TestCase):
 
     def test_our_balloon_driver(self):
         watch = console.read([b"bitmap 1 1 9000 88 99000 4100 2 7000000\nunloaded 2 1 35\nloaded 5000\n"
-                              b"suspended 2 1 1 19 4000 900\nchurned 2 1 1 12 9000\n"])
+                              b"suspended 2 1 1 19 4000 900\nchurned 2 1 1 12 9000\nhogged 9 5 4 0 70\n"])
         self.assertEqual((watch.suspended[0].numbers, watch.churned[0].numbers), ((2, 1, 1, 19, 4000, 900), (2, 1, 1, 12, 9000)))
+        self.assertEqual(watch.hogged[0].numbers, (9, 5, 4, 0, 70))
         self.assertEqual(watch.bitmap[0].numbers, (1, 1, 9000, 88, 99000, 4100, 2, 7000000))
         self.assertEqual((watch.unloaded[0].numbers, watch.loaded[0].numbers), ((2, 1, 35), (5000,)))
 
@@ -492,7 +493,7 @@ class Scenarios(unittest.TestCase):
             "idle-8g", "idle-8g-default", "freed-2g", "busy", "two-vcpus", "a-b-a", "receiver-killed", "balloon-1g",
             "reporting", "stats", "done-seen", "bitmap-8g", "bitmap-inflate", "bitmap-unload", "bitmap-2g",
             "bitmap-2g-6.12", "bitmap-suspend", "bitmap-suspend-6.12", "bitmap-hotplug", "bitmap-hotplug-6.12",
-            "bitmap-windows",
+            "bitmap-windows", "bitmap-oom", "bitmap-oom-6.12",
         }
         self.assertEqual(set(scenarios.ALL), asked)
         self.assertIn(scenarios.MAIN, scenarios.ALL)
