@@ -9,9 +9,10 @@
  *   window.c   buffers: a header and a bitmap
  *   stats.c    what the host is told of the guest's memory
  *
- * Locks, outermost first: bb.lock (a mutex: the balloon's pages and its two queues), then none. The misc and statistics
- * queues are each touched by one work item only, and so need no lock. Callbacks run in interrupts: they queue work or
- * wake a waiter, under bb.stop_lock, and nothing else.
+ * Locks, outermost first: bb.lock (a mutex: the balloon's pages, its two queues, and `actual` in the configuration), then
+ * none. It is held while the host is waited for, so the notifier of memory that runs out only tries to take it, for a
+ * second. The misc and statistics queues are each touched by one work item only, and so need no lock. Callbacks run in
+ * interrupts: they queue work or wake a waiter, under bb.stop_lock, and nothing else.
  */
 #ifndef BB_BALLOON_H
 #define BB_BALLOON_H
@@ -60,10 +61,12 @@ struct bb_misc {
 	struct work_struct work;
 	struct bb_request *request;
 	struct bb_window window;
-	/* Set by the queue's callback: a walk stops between two chunks to look what came. */
+	/* Set by the queue's callback: a walk looks what came between two chunks. */
 	atomic_t rang;
 	/* The window's buffer is the host's until the host has used it. */
 	bool in_flight;
+	/* A request has come since the walk of the last window began. */
+	bool renewed;
 	/* A request is being answered: its id, the first page that is not answered yet, and where memory ends. */
 	bool open;
 	u64 id;
@@ -90,6 +93,7 @@ struct bb_counters {
 	u64 queue_errors;
 	u64 told_buffers;
 	u64 oom_pages;
+	u64 suspends;
 	struct bb_walk last;
 	u64 last_answer_ns;
 };
@@ -106,13 +110,22 @@ struct bb {
 	bool leaving;
 
 	/* Serializes all below, and the inflate and deflate queues. Nothing is allocated under it: running out of memory
-	 * ends in the notifier, which takes it.
+	 * ends in the notifier, which wants it.
 	 */
 	struct mutex lock;
 	struct virtqueue *inflate_vq;
 	struct virtqueue *deflate_vq;
 	/* The host does not use buffers any more: none is given to it, and none of its buffers is touched. */
 	bool mute;
+	/* The queue whose buffer was not waited for any longer: `mute` ends when the host uses it. Or none. */
+	struct virtqueue *owed;
+	/* The host has used nothing for a long time, and is waited for all the same. */
+	bool silent;
+	/* Memory has run out: the host is waited for until `give_up`, no longer. */
+	bool hurried;
+	unsigned long give_up;
+	/* Nothing goes into the balloon before this, in jiffies: memory has run out just now. */
+	unsigned long calm_until;
 	bool use_bitmap;
 	struct bb_window window;
 	__virtio32 *pfns;
@@ -159,7 +172,8 @@ void bb_stats_work(struct work_struct *work);
 int bb_walk_init(void);
 void bb_walk_exit(void);
 unsigned long bb_end_pfn(void);
-int bb_walk(unsigned long start, unsigned long end, unsigned long *bits, const atomic_t *cancel, struct bb_walk *seen);
+int bb_walk(struct bb *bb, unsigned long start, unsigned long end, unsigned long *bits, bool (*interrupted)(struct bb *bb),
+	    struct bb_walk *seen);
 
 /* window.c */
 int bb_window_alloc(struct bb_window *window, unsigned long pages);

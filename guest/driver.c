@@ -42,6 +42,8 @@ static void pages_used(struct virtqueue *vq)
 	struct bb *bb = vq->vdev->priv;
 
 	wake_up(&bb->acked);
+	if (READ_ONCE(bb->owed))
+		bb_queue_size(bb, 0);
 }
 
 static void stats_used(struct virtqueue *vq)
@@ -97,9 +99,14 @@ static int start(struct bb *bb)
 
 	if (error)
 		return error;
-	bb->mute = false;
-	bb->leaving = false;
+	WRITE_ONCE(bb->leaving, false);
 	virtio_device_ready(bb->vdev);
+	mutex_lock(&bb->lock);
+	WRITE_ONCE(bb->silent, false);
+	WRITE_ONCE(bb->mute, false);
+	/* A device that was reset and has no target would otherwise never hear that the balloon is empty. */
+	bb_write_actual(bb);
+	mutex_unlock(&bb->lock);
 	/* Nothing else touches these queues yet: no work is queued before `stopped` is taken away. */
 	if (bb->stats_vq)
 		bb_stats_start(bb);
@@ -126,7 +133,6 @@ static void stop_work(struct bb *bb)
 	bb->stopped = true;
 	spin_unlock_irqrestore(&bb->stop_lock, flags);
 	WRITE_ONCE(bb->leaving, true);
-	atomic_set(&bb->misc.rang, 1);
 	cancel_work_sync(&bb->stats_work);
 	if (bb->misc.vq)
 		cancel_work_sync(&bb->misc.work);
@@ -154,6 +160,7 @@ static int counters_show(struct seq_file *file, void *unused)
 	seq_printf(file, "pages_in_balloon %lu\n", READ_ONCE(bb->pages));
 	seq_printf(file, "told_buffers %llu\n", c->told_buffers);
 	seq_printf(file, "oom_pages %llu\n", c->oom_pages);
+	seq_printf(file, "suspends %llu\n", c->suspends);
 	seq_printf(file, "requests %llu\n", c->requests);
 	seq_printf(file, "answers %llu\n", c->answers);
 	seq_printf(file, "windows %llu\n", c->windows);
@@ -213,7 +220,7 @@ static struct bb *bb_alloc(struct virtio_device *vdev)
 	spin_lock_init(&bb->stop_lock);
 	INIT_WORK(&bb->stats_work, bb_stats_work);
 	bb_balloon_init(bb);
-	bb->wq = alloc_workqueue("virtio_balloon_bitmap", WQ_FREEZABLE | WQ_UNBOUND, 0);
+	bb->wq = alloc_workqueue("virtio_balloon_bitmap", WQ_UNBOUND, 0);
 	if (!bb->wq || alloc_buffers(bb)) {
 		bb_free(bb);
 		return NULL;
@@ -289,17 +296,17 @@ static int validate(struct virtio_device *vdev)
 }
 
 #ifdef CONFIG_PM_SLEEP
-/* The work queue is frozen, so no work runs; one that was frozen before it began finds `stopped`. */
+/*
+ * The work queue is none of those that are frozen with the processes: these are waited for, and a suspend would fail where
+ * work waits for the host or walks. All of it ends here, as when the driver is removed.
+ */
 static int freeze(struct virtio_device *vdev)
 {
 	struct bb *bb = vdev->priv;
-	unsigned long flags;
 
-	spin_lock_irqsave(&bb->stop_lock, flags);
-	bb->stopped = true;
-	spin_unlock_irqrestore(&bb->stop_lock, flags);
-	WRITE_ONCE(bb->leaving, true);
+	stop_work(bb);
 	stop_device(bb);
+	bb->counters.suspends++;
 	return 0;
 }
 

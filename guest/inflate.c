@@ -5,7 +5,11 @@
  *
  * The order that keeps memory whole: a page is told before it counts as in the balloon, and the host has used the buffer
  * that takes it out before anybody else may have it. A host that does not use buffers any more gets none, and what is in
- * the balloon then stays there until the device is reset.
+ * the balloon then stays there until it uses the last one after all, or the device is reset.
+ *
+ * Memory that runs out comes first: the notifier is held up for a second at most, whatever the host does, nothing goes
+ * into the balloon for some seconds afterwards, and what was just taken and not told goes back. Pages that are taken and
+ * not yet in the balloon are out of the notifier's reach, so they are few where free memory is.
  *
  * Pages do not move while they are in the balloon (no compaction): a page that moved would have to be told twice, and
  * the 2016 driver told stale bitmaps then.
@@ -13,11 +17,15 @@
 
 #include <linux/bitmap.h>
 #include <linux/gfp.h>
+#include <linux/jiffies.h>
+#include <linux/lockdep.h>
 #include <linux/log2.h>
 #include <linux/minmax.h>
 #include <linux/mm.h>
 #include <linux/module.h>
+#include <linux/page-flags.h>
 #include <linux/scatterlist.h>
+#include <linux/sched.h>
 #include <linux/vmstat.h>
 
 #include "balloon.h"
@@ -30,8 +38,19 @@
 /* The most pages that are handled under one hold of the lock. */
 #define BATCH_PAGES (1UL << 16)
 
-/* While a driver leaves, a host that uses nothing for this long is taken for dead. */
-#define LEAVE_TIMEOUT (5 * HZ)
+/* The most of free memory that is taken before it is told: one part in so many, and not less than a small batch. */
+#define BATCH_SHARE 8
+/* The most where large blocks have run out, and memory is reclaimed. */
+#define SMALL_BATCH_PAGES (1UL << 10)
+
+/* A host that uses nothing for this long is waited for no more where the driver leaves, or memory has run out. */
+#define SILENT_TIMEOUT (5 * HZ)
+
+/* The longest that the notifier waits in all, for the lock and for the host. */
+#define OOM_TIMEOUT HZ
+
+/* After memory has run out, nothing goes into the balloon for this long. */
+#define CALM_TIME (5 * HZ)
 
 /* How soon a target that was not reached is tried again. */
 #define RETRY_DELAY (HZ / 5)
@@ -53,31 +72,45 @@ static void batch_add(struct batch *batch, struct page *page, unsigned int order
 	batch->pages += 1UL << order;
 }
 
-/* Takes up to @want pages from the allocator. Without the lock. */
-static void batch_alloc(struct batch *batch, unsigned long want)
+/* Whether nothing is to be taken now. */
+static bool hands_off(struct bb *bb)
+{
+	return READ_ONCE(bb->stopped) || time_before(jiffies, READ_ONCE(bb->calm_until));
+}
+
+/*
+ * Takes up to @want pages from the allocator. Without the lock. Returns whether more may be had at once: false where
+ * memory is short, or nothing is to be taken any more.
+ */
+static bool batch_alloc(struct bb *bb, struct batch *batch, unsigned long want)
 {
 	unsigned int order = min_t(unsigned int, BB_MAX_ORDER, ilog2(want));
 
 	while (batch->pages < want) {
 		struct page *page;
 
+		if (hands_off(bb))
+			return false;
 		while (1UL << order > want - batch->pages)
 			order--;
 		page = alloc_pages(order ? GFP_BLOCK : GFP_SINGLE, order);
 		if (page) {
 			batch_add(batch, page, order);
-		} else if (order) {
-			/* There are no larger ones for now. */
-			order--;
-		} else {
-			break;
+		} else if (!order) {
+			return false;
+		} else if (--order == 0) {
+			/* There are no larger ones for now. Single pages may take long: what is here is told first. */
+			if (batch->pages >= SMALL_BATCH_PAGES)
+				return true;
+			want = min(want, SMALL_BATCH_PAGES);
 		}
 		cond_resched();
 	}
+	return true;
 }
 
 /* Gives everything back to the allocator. */
-static void batch_free(struct bb *bb, struct batch *batch)
+static void batch_free(struct batch *batch)
 {
 	struct page *page, *next;
 
@@ -86,11 +119,35 @@ static void batch_free(struct bb *bb, struct batch *batch)
 
 		list_del(&page->lru);
 		set_page_private(page, 0);
-		if (!virtio_has_feature(bb->vdev, VIRTIO_BALLOON_F_DEFLATE_ON_OOM))
-			adjust_managed_page_count(page, 1L << order);
 		__free_pages(page, order);
+		cond_resched();
 	}
 	batch->pages = 0;
+}
+
+/*
+ * Marks pages as the balloon's (@in), or takes the mark away again. Dumps, and whoever reads the guest's memory as a
+ * whole, then leave them alone: the host may have thrown away what was in them. A guest whose balloon does not give way
+ * when memory is short does not count them as its own.
+ */
+static void batch_mark(struct bb *bb, struct batch *batch, bool in)
+{
+	bool counted = virtio_has_feature(bb->vdev, VIRTIO_BALLOON_F_DEFLATE_ON_OOM);
+	struct page *page;
+
+	list_for_each_entry(page, &batch->blocks, lru) {
+		long i, count = 1L << page_private(page);
+
+		for (i = 0; i < count; i++) {
+			if (in)
+				__SetPageOffline(page + i);
+			else
+				__ClearPageOffline(page + i);
+		}
+		if (!counted)
+			adjust_managed_page_count(page, in ? -count : count);
+		cond_resched();
+	}
 }
 
 /* Puts a batch that the host was told of into the balloon. Under the lock. */
@@ -164,9 +221,43 @@ static bool used(struct bb *bb, struct virtqueue *vq, bool *broken)
 	return *broken;
 }
 
+/* Whether buffers may be given to the host: a buffer that was not waited for may have come back. Under the lock. */
+static bool host_is_there(struct bb *bb)
+{
+	bool broken = false;
+
+	if (bb->owed && used(bb, bb->owed, &broken)) {
+		WRITE_ONCE(bb->owed, NULL);
+		WRITE_ONCE(bb->silent, false);
+		WRITE_ONCE(bb->mute, broken);
+		/* Bits are ours again. */
+		if (bb->use_bitmap)
+			bitmap_zero(bb->window.bits, bb->window.pages);
+	}
+	return !bb->mute;
+}
+
+/* How long the host is waited for before it is looked whether to go on waiting. Under the lock. */
+static long wait_step(struct bb *bb)
+{
+	return bb->hurried ? clamp((long)(bb->give_up - jiffies), 1L, (long)HZ) : HZ;
+}
+
+/* Whether the host, which was given a buffer at @began, is not waited for any longer. Under the lock. */
+static bool waited_enough(struct bb *bb, unsigned long began)
+{
+	if (bb->hurried && time_after_eq(jiffies, bb->give_up))
+		return true;
+	if (time_before(jiffies, began + SILENT_TIMEOUT))
+		return false;
+	WRITE_ONCE(bb->silent, true);
+	return READ_ONCE(bb->leaving);
+}
+
 /* Hands one buffer to the host and waits until it has used it. Under the lock. */
 static int tell(struct bb *bb, struct virtqueue *vq, void *buffer, size_t bytes)
 {
+	unsigned long began = jiffies;
 	struct scatterlist sg;
 	bool broken = false;
 	int error;
@@ -176,19 +267,27 @@ static int tell(struct bb *bb, struct virtqueue *vq, void *buffer, size_t bytes)
 	error = virtqueue_add_outbuf(vq, &sg, 1, buffer, GFP_NOWAIT | __GFP_NOWARN);
 	if (error) {
 		bb->counters.queue_errors++;
-		bb->mute = true;
+		WRITE_ONCE(bb->mute, true);
 		return error;
 	}
 	virtqueue_kick(vq);
 	bb->counters.told_buffers++;
-	while (!wait_event_timeout(bb->acked, used(bb, vq, &broken), LEAVE_TIMEOUT)) {
-		if (READ_ONCE(bb->leaving)) {
-			bb->mute = true;
+	while (!wait_event_timeout(bb->acked, used(bb, vq, &broken), wait_step(bb))) {
+		if (!waited_enough(bb, began))
+			continue;
+		/* The callback looks at this. Where it came too early for that, the buffer is seen here. */
+		WRITE_ONCE(bb->owed, vq);
+		smp_mb();
+		if (!used(bb, vq, &broken)) {
+			WRITE_ONCE(bb->mute, true);
 			return -ETIMEDOUT;
 		}
+		WRITE_ONCE(bb->owed, NULL);
+		break;
 	}
+	WRITE_ONCE(bb->silent, false);
 	if (broken)
-		bb->mute = true;
+		WRITE_ONCE(bb->mute, true);
 	return broken ? -EIO : 0;
 }
 
@@ -255,7 +354,7 @@ static int tell_pfns(struct bb *bb, struct virtqueue *vq, struct list_head *bloc
 
 static int tell_batch(struct bb *bb, struct virtqueue *vq, struct batch *batch)
 {
-	if (bb->mute)
+	if (!host_is_there(bb))
 		return -EIO;
 	return bb->use_bitmap ? tell_bitmaps(bb, vq, &batch->blocks) : tell_pfns(bb, vq, &batch->blocks);
 }
@@ -268,27 +367,58 @@ static void count_pages(bool in, unsigned long pages)
 #endif
 }
 
-/* Inflates by up to @want pages. Returns how many it were. */
-static unsigned long inflate(struct bb *bb, unsigned long want)
+/** bb_write_actual() - tell the host how many pages are in the balloon; under the lock */
+void bb_write_actual(struct bb *bb)
+{
+	u32 actual = bb->pages;
+
+	lockdep_assert_held(&bb->lock);
+	virtio_cwrite_le(bb->vdev, struct virtio_balloon_config, actual, &actual);
+}
+
+/* The most pages of @want that are taken in one go: of the largest blocks, whole ones. */
+static unsigned long batch_limit(unsigned long want)
+{
+	unsigned long share = round_down(global_zone_page_state(NR_FREE_PAGES) / BATCH_SHARE, 1UL << BB_MAX_ORDER);
+
+	return min(want, clamp(share, SMALL_BATCH_PAGES, BATCH_PAGES));
+}
+
+/* Inflates by up to @want pages. Returns whether it may go on at once. */
+static bool inflate(struct bb *bb, unsigned long want)
 {
 	struct batch batch = { .blocks = LIST_HEAD_INIT(batch.blocks) };
-	unsigned long pages;
-	struct page *page;
+	bool more = batch_alloc(bb, &batch, batch_limit(want));
+	unsigned long pages = batch.pages;
 
-	batch_alloc(&batch, min(want, BATCH_PAGES));
-	pages = batch.pages;
-	if (!pages)
-		return 0;
 	mutex_lock(&bb->lock);
-	if (!virtio_has_feature(bb->vdev, VIRTIO_BALLOON_F_DEFLATE_ON_OOM))
-		list_for_each_entry(page, &batch.blocks, lru)
-			adjust_managed_page_count(page, -(1L << page_private(page)));
+	if (!pages || hands_off(bb) || !host_is_there(bb)) {
+		mutex_unlock(&bb->lock);
+		batch_free(&batch);
+		return false;
+	}
+	batch_mark(bb, &batch, true);
 	/* Where telling fails, the host may have been told of some: all of them are the balloon's. */
 	tell_batch(bb, bb->inflate_vq, &batch);
 	balloon_put(bb, &batch);
 	count_pages(true, pages);
+	bb_write_actual(bb);
 	mutex_unlock(&bb->lock);
-	return pages;
+	return more;
+}
+
+/* Moves up to @want pages out of the balloon to @batch. Returns how many it were. Under the lock. */
+static unsigned long take_out(struct bb *bb, struct batch *batch, unsigned long want)
+{
+	balloon_take(bb, batch, min3(want, bb->pages, BATCH_PAGES));
+	if (batch->pages && tell_batch(bb, bb->deflate_vq, batch))
+		balloon_put(bb, batch);
+	if (batch->pages) {
+		batch_mark(bb, batch, false);
+		count_pages(false, batch->pages);
+		bb_write_actual(bb);
+	}
+	return batch->pages;
 }
 
 /* Deflates by up to @want pages. Returns how many it were. */
@@ -298,13 +428,9 @@ static unsigned long deflate(struct bb *bb, unsigned long want)
 	unsigned long pages;
 
 	mutex_lock(&bb->lock);
-	balloon_take(bb, &batch, min3(want, bb->pages, BATCH_PAGES));
-	if (batch.pages && tell_batch(bb, bb->deflate_vq, &batch))
-		balloon_put(bb, &batch);
-	pages = batch.pages;
-	count_pages(false, pages);
+	pages = take_out(bb, &batch, want);
 	mutex_unlock(&bb->lock);
-	batch_free(bb, &batch);
+	batch_free(&batch);
 	return pages;
 }
 
@@ -315,37 +441,35 @@ void bb_balloon_init(struct bb *bb)
 
 	mutex_init(&bb->lock);
 	init_waitqueue_head(&bb->acked);
+	bb->calm_until = jiffies;
 	for (order = 0; order <= BB_MAX_ORDER; order++)
 		INIT_LIST_HEAD(&bb->blocks[order]);
 	INIT_DELAYED_WORK(&bb->size_work, bb_size_work);
-}
-
-/** bb_write_actual() - tell the host how many pages are in the balloon */
-void bb_write_actual(struct bb *bb)
-{
-	u32 actual = READ_ONCE(bb->pages);
-
-	virtio_cwrite_le(bb->vdev, struct virtio_balloon_config, actual, &actual);
 }
 
 /** bb_size_work() - one batch towards the host's target, and then the next one as work of its own */
 void bb_size_work(struct work_struct *work)
 {
 	struct bb *bb = container_of(to_delayed_work(work), struct bb, size_work);
-	unsigned long have, moved;
+	unsigned long have;
+	bool there, more;
 	u32 target;
 
-	if (READ_ONCE(bb->stopped) || READ_ONCE(bb->mute))
+	if (READ_ONCE(bb->stopped))
+		return;
+	mutex_lock(&bb->lock);
+	there = host_is_there(bb);
+	have = bb->pages;
+	mutex_unlock(&bb->lock);
+	/* The callback queues this again. */
+	if (!there)
 		return;
 	virtio_cread_le(bb->vdev, struct virtio_balloon_config, num_pages, &target);
-	have = READ_ONCE(bb->pages);
 	if (target == have)
 		return;
-	moved = target > have ? inflate(bb, target - have) : deflate(bb, have - target);
-	if (moved)
-		bb_write_actual(bb);
+	more = target > have ? inflate(bb, target - have) : deflate(bb, have - target) != 0;
 	if (READ_ONCE(bb->pages) != target)
-		bb_queue_size(bb, moved ? 0 : RETRY_DELAY);
+		bb_queue_size(bb, more ? 0 : RETRY_DELAY);
 }
 
 /** bb_deflate_all() - empty the balloon while the host is there to be told; what it cannot be told of stays */
@@ -353,31 +477,61 @@ void bb_deflate_all(struct bb *bb)
 {
 	while (deflate(bb, ULONG_MAX))
 		cond_resched();
-	bb_write_actual(bb);
+	/* The device is about to be reset: the notifier is to give it nothing any more. */
+	mutex_lock(&bb->lock);
+	WRITE_ONCE(bb->owed, NULL);
+	WRITE_ONCE(bb->mute, true);
+	mutex_unlock(&bb->lock);
 }
 
 /** bb_free_all() - empty the balloon after the device was reset */
 void bb_free_all(struct bb *bb)
 {
 	struct batch batch = { .blocks = LIST_HEAD_INIT(batch.blocks) };
+	bool more;
 
-	mutex_lock(&bb->lock);
-	balloon_take(bb, &batch, bb->pages);
-	mutex_unlock(&bb->lock);
-	batch_free(bb, &batch);
+	do {
+		mutex_lock(&bb->lock);
+		balloon_take(bb, &batch, min(bb->pages, BATCH_PAGES));
+		batch_mark(bb, &batch, false);
+		more = bb->pages;
+		mutex_unlock(&bb->lock);
+		batch_free(&batch);
+	} while (more);
 }
 
+/* Takes the lock, unless it is not to be had until @give_up or whoever has it waits for a silent host. */
+static bool lock_until(struct bb *bb, unsigned long give_up)
+{
+	while (!mutex_trylock(&bb->lock)) {
+		if (READ_ONCE(bb->silent) || time_after_eq(jiffies, give_up))
+			return false;
+		schedule_timeout_uninterruptible(1);
+	}
+	return true;
+}
+
+/*
+ * All of the guest waits meanwhile. A host that does not use the buffer soon gets no other one until it has: pages stay in
+ * the balloon then, which does no harm if it reads the buffer later.
+ */
 /** bb_oom_notify() - memory has run out: some pages come back before a process is killed */
 int bb_oom_notify(struct notifier_block *nb, unsigned long unused, void *freed)
 {
 	struct bb *bb = container_of(nb, struct bb, oom);
+	struct batch batch = { .blocks = LIST_HEAD_INIT(batch.blocks) };
+	unsigned long give_up = jiffies + OOM_TIMEOUT;
 	unsigned long *total = freed;
-	unsigned long pages = deflate(bb, READ_ONCE(oom_pages));
 
-	if (pages) {
-		bb_write_actual(bb);
-		bb->counters.oom_pages += pages;
-		*total += pages;
-	}
+	WRITE_ONCE(bb->calm_until, jiffies + CALM_TIME);
+	if (!lock_until(bb, give_up))
+		return NOTIFY_OK;
+	bb->give_up = give_up;
+	bb->hurried = true;
+	*total += take_out(bb, &batch, READ_ONCE(oom_pages));
+	bb->counters.oom_pages += batch.pages;
+	bb->hurried = false;
+	mutex_unlock(&bb->lock);
+	batch_free(&batch);
 	return NOTIFY_OK;
 }

@@ -10,7 +10,8 @@
  *
  * Everything happens in one work item, which never waits for the host: it takes what the host has used, then walks one
  * window if one is due and its buffer is ours. The callback queues it. So a host that stops answering holds nobody up,
- * and neither does removing the driver in the middle.
+ * and neither does removing the driver in the middle. What comes during a walk is taken between two chunks, and the walk
+ * goes on where it was: only a newer request ends it.
  *
  * There is one buffer for windows. It is not touched from when the host has it until the host has used it.
  *
@@ -18,7 +19,8 @@
  * that makes no sense is lost but not the buffer, and a newer request may come while an older one is answered. The older
  * answer then ends where it is: the host asked again because it does not want it any more.
  *
- * Where memory ends is read once a request. Memory that is added meanwhile counts as used, and DONE always comes.
+ * Where memory ends is read once a request. Memory that is added meanwhile at or above that counts as used; what is added
+ * below, in a hole, is walked like the rest if its turn is still to come. DONE always comes.
  */
 
 #include <linux/bitmap.h>
@@ -83,6 +85,7 @@ static void take_request(struct bb *bb, unsigned int len)
 	}
 	bb->counters.requests++;
 	misc->open = true;
+	misc->renewed = true;
 	misc->id = id;
 	misc->next = 0;
 	misc->end = may_leave_pages_behind() ? bb_end_pfn() : 0;
@@ -129,6 +132,19 @@ static void answered(struct bb *bb)
 			 misc->walk.long_holds);
 }
 
+/* Between two chunks of a walk: whether it ends here. */
+static bool interrupted(struct bb *bb)
+{
+	struct bb_misc *misc = &bb->misc;
+
+	if (READ_ONCE(bb->stopped))
+		return true;
+	/* Before taking: what comes after that rings again. What is left over is taken after the next chunk. */
+	if (atomic_xchg(&misc->rang, 0) && !take_completions(bb))
+		atomic_set(&misc->rang, 1);
+	return misc->renewed;
+}
+
 /* Walks the window that is due and hands it to the host. */
 static void send_window(struct bb *bb)
 {
@@ -136,14 +152,14 @@ static void send_window(struct bb *bb)
 	struct bb_window *window = &misc->window;
 	unsigned long pages = min(misc->end - misc->next, window->pages);
 	bool last = misc->next + pages == misc->end;
-	u64 free_before = misc->walk.free_pages;
 	struct scatterlist sg;
 	size_t bytes;
 
+	misc->renewed = false;
 	bitmap_zero(window->bits, pages);
-	if (bb_walk(misc->next, misc->next + pages, window->bits, &misc->rang, &misc->walk)) {
-		/* Something came meanwhile, which has queued this work again: the window is walked anew then. */
-		misc->walk.free_pages = free_before;
+	if (bb_walk(bb, misc->next, misc->next + pages, window->bits, interrupted, &misc->walk)) {
+		/* A newer request is begun in its turn, unless all work ends. */
+		bb_queue(bb, &misc->work);
 		return;
 	}
 	bytes = bb_window_seal(window, misc->id, misc->next, pages, last ? BB_DONE : BB_CONT);
@@ -171,12 +187,10 @@ void bb_misc_work(struct work_struct *work)
 	if (READ_ONCE(bb->stopped))
 		return;
 	/* Before taking: what comes after that rings again. */
-	atomic_set(&misc->rang, 0);
-	smp_mb__after_atomic();
-	if (!take_completions(bb)) {
+	atomic_xchg(&misc->rang, 0);
+	/* What is left over does not keep a window from being walked. */
+	if (!take_completions(bb))
 		bb_queue(bb, work);
-		return;
-	}
 	if (misc->open && !misc->in_flight)
 		send_window(bb);
 }

@@ -101,10 +101,7 @@ static unsigned long block_head(const struct zone *zone, unsigned long pfn)
 
 static void note_free(struct span *span, unsigned long first, unsigned long end)
 {
-	first = max(first, span->origin);
 	end = min(end, span->end);
-	if (first >= end)
-		return;
 	bitmap_set(span->bits, first - span->origin, end - first);
 	span->seen->free_pages += end - first;
 }
@@ -112,6 +109,7 @@ static void note_free(struct span *span, unsigned long first, unsigned long end)
 /* Walks from @pfn on, @looks struct pages. Returns where to go on. Under the zone's lock. */
 static unsigned long walk_locked(struct span *span, unsigned long pfn, unsigned int looks)
 {
+	unsigned long begin = pfn;
 	bool online = false;
 
 	pfn = block_head(span->zone, pfn);
@@ -134,7 +132,8 @@ static unsigned long walk_locked(struct span *span, unsigned long pfn, unsigned 
 			pfn++;
 			continue;
 		}
-		note_free(span, pfn, pfn + (1UL << order));
+		/* Of a block that has grown over where the walk goes on, the part before was looked at already. */
+		note_free(span, max(pfn, begin), pfn + (1UL << order));
 		pfn += 1UL << order;
 	}
 	return pfn;
@@ -148,6 +147,7 @@ static unsigned long walk_chunk(struct span *span, unsigned long pfn)
 	u64 began, held;
 
 	spin_lock_irqsave(&span->zone->lock, flags);
+	/* Nobody waits for us while we wait. */
 	began = ktime_get_ns();
 	pfn = walk_locked(span, pfn, looks);
 	held = ktime_get_ns() - began;
@@ -175,15 +175,17 @@ static void pause(void)
 
 /**
  * bb_walk() - note which pages are free
+ * @bb: is handed to @interrupted
  * @start: the page of the first bit
  * @end: behind the last page
  * @bits: all zero before; a bit that is set afterwards is a page that was free at one moment
- * @cancel: the walk stops soon after this became other than 0
+ * @interrupted: is called between two chunks, where it may sleep; the walk ends where it returns true
  * @seen: is added to
  *
- * Return: 0, or -EINTR where it was stopped: @bits are then worth nothing.
+ * Return: 0, or -EINTR where it was interrupted: @bits are then worth nothing.
  */
-int bb_walk(unsigned long start, unsigned long end, unsigned long *bits, const atomic_t *cancel, struct bb_walk *seen)
+int bb_walk(struct bb *bb, unsigned long start, unsigned long end, unsigned long *bits, bool (*interrupted)(struct bb *bb),
+	    struct bb_walk *seen)
 {
 	int node, i;
 
@@ -195,11 +197,11 @@ int bb_walk(unsigned long start, unsigned long end, unsigned long *bits, const a
 
 			if (!populated_zone(zone))
 				continue;
-			/* A span that grows meanwhile is memory that was added: it counts as used until the next request. */
+			/* A zone may grow meanwhile. What it grew by counts as used in this window. */
 			pfn = max(start, READ_ONCE(zone->zone_start_pfn));
 			span.end = min(end, zone_end_pfn(zone));
 			while (pfn < span.end) {
-				if (atomic_read(cancel))
+				if (interrupted(bb))
 					return -EINTR;
 				pfn = walk_chunk(&span, pfn);
 				pause();

@@ -10,7 +10,8 @@
 /* A bitmap of one page of memory; a multiple of the largest block, so that no block lies in two windows. */
 #define LEAST_WINDOW_PAGES ((unsigned long)PAGE_SIZE * 8)
 
-static_assert((BB_MOST_WINDOW_PAGES & ((1UL << BB_MAX_ORDER) - 1)) == 0);
+static_assert((LEAST_WINDOW_PAGES & ((1UL << BB_MAX_ORDER) - 1)) == 0);
+static_assert((BB_MOST_WINDOW_PAGES & (LEAST_WINDOW_PAGES - 1)) == 0);
 
 /**
  * bb_window_alloc() - make a buffer

@@ -17,6 +17,9 @@ _FORMS = {
     "busy": re.compile(r"busy (\d+) (\d+)"),
     "bitmap": re.compile(r"bitmap" + r" (\d+)" * 8),
     "unloaded": re.compile(r"unloaded (\d+) (\d+) (\d+)"),
+    "suspended": re.compile(r"suspended" + r" (\d+)" * 6),
+    "churned": re.compile(r"churned" + r" (\d+)" * 5),
+    "hogged": re.compile(r"hogged" + r" (\d+)" * 5),
     "loaded": re.compile(r"loaded (\d+)"),
 }
 # A guest beats this often (guest.c), and later when its host is slow.
@@ -47,6 +50,9 @@ class Watch:
     # 100 us or more, ns that the answer took
     bitmap: list = field(default_factory=list)
     unloaded: list = field(default_factory=list)  # requests, answers, how long it took in ms
+    suspended: list = field(default_factory=list)  # requests, answers, suspends of the driver, errno, ms taken, ms asleep
+    churned: list = field(default_factory=list)  # requests, answers, answers after it, rounds, took ms
+    hogged: list = field(default_factory=list)  # pages in the balloon before and after, pages it gave, kills, longest step in ms
     loaded: list = field(default_factory=list)  # clock in ms
     facts: dict = field(default_factory=dict)
     ready: bool = False

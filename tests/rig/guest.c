@@ -13,6 +13,17 @@
  *                            answer took; times in ns
  *   unloaded REQ ANS MS      (rig.unload=1) our balloon driver was unloaded while a request was open, which took MS
  *   loaded MS                (rig.unload=1) it is loaded again, at MS
+ *   suspended REQ ANS SUSPENDS ERRNO MS ASLEEP
+ *                            (rig.suspend=1) hibernation was tried while a request was open: how often the driver was
+ *                            suspended, what the kernel said at the end, how long it took, and for how much of that the
+ *                            monotonic clock stood still
+ *   churned REQ ANS AFTER ROUNDS MS
+ *                            (rig.hotadd=MIB) memory was added, put online and taken away ROUNDS times while a request was
+ *                            open, and added again to stay; requests and answers before that, answers after it
+ *   hogged FIRST LEFT GIVEN KILLED LONGEST
+ *                            (rig.hog=MIB) once the balloon was at rest with FIRST pages in it, as much memory was touched,
+ *                            and given back: the pages left in it, those that it gave because memory had run out, the
+ *                            processes that were killed, and the longest time that one MiB took, in ms
  *   busy ROUND MS            (busy) data was made, compressed, taken apart, compared and deleted, for the ROUNDth time
  *   facts NAME VALUE         once each, before ready
  *   rig: ready               the guest is as the scenario wants it: idle ones have come to rest
@@ -24,7 +35,8 @@
  *
  * The kernel's command line says what to do: rig.mode=idle|busy, rig.pattern=MIB, rig.fill=MIB (touched and given back
  * before ready), rig.balloon=bitmap (our balloon driver in place of the stock one, by guest-init), rig.walk_pause_us=US
- * (its pause between holds of a lock, until it is loaded again), rig.unload=1.
+ * (its pause between holds of a lock, until it is loaded again, or what was to happen in a request has), rig.unload=1, rig.suspend=1,
+ * rig.hog=MIB, rig.hotadd=MIB (from 2 GiB on; mem=2048M keeps the kernel from it at boot).
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -51,8 +63,12 @@
 #define WINDOW_PAGES 16		/* rewritten a slice */
 #define SETTLE_MAX_S 20
 #define SETTLE_KB 256
-#define UNLOAD_POLL_MS 20
+#define REQUEST_POLL_MS 20
+#define CHURN_MOST 2000
+#define HOTADD_START (2048ul * MIB)
 #define UNLOADED_MS 2000
+#define HOG_POLL_MS 1000
+#define HOG_RESTS 3
 #define BALLOON_DRIVER "virtio_balloon_bitmap"
 #define MOST_DEVICES 8
 
@@ -107,6 +123,17 @@ static uint64_t now_ms(void)
 	return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
 }
 
+/* For how long the machine has been suspended: the monotonic clock stands still meanwhile. */
+static uint64_t asleep_ms(void)
+{
+	struct timespec now;
+	uint64_t awake = now_ms();
+
+	if (clock_gettime(CLOCK_BOOTTIME, &now) != 0)
+		fail("reading the clock: %s", strerror(errno));
+	return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000 - awake;
+}
+
 static void sleep_ms(unsigned int ms)
 {
 	struct timespec time = { ms / 1000, (long)(ms % 1000) * 1000000 };
@@ -149,6 +176,9 @@ static const char *balloon_counters(void)
 	}
 	return NULL;
 }
+
+static const char *parameter(const char *name, const char *otherwise);
+static void *take(size_t bytes, const char *what);
 
 static void go_to_cpu(int cpu)
 {
@@ -196,21 +226,29 @@ static void say_answers(void)
 	    number_of(path, "\nlast_answer_ns "));
 }
 
+/* Waits until our driver is at work on an answer; returns its counters. */
+static const char *wait_for_request(unsigned long *requests, unsigned long *answers)
+{
+	const char *path = balloon_counters();
+
+	if (!path)
+		fail("%s is to be asked, and is not there", BALLOON_DRIVER);
+	do {
+		sleep_ms(REQUEST_POLL_MS);
+		*requests = number_of(path, "\nrequests ");
+		*answers = number_of(path, "\nanswers ");
+	} while (*requests == *answers);
+	return path;
+}
+
 static _Noreturn void unload_in_a_request(void)
 {
 	static const char file[] = "/modules/" BALLOON_DRIVER ".ko";
-	const char *path = balloon_counters();
 	unsigned long requests, answers;
 	uint64_t begun;
 	int fd;
 
-	if (!path)
-		fail("%s is to be unloaded, and is not there", BALLOON_DRIVER);
-	do {
-		sleep_ms(UNLOAD_POLL_MS);
-		requests = number_of(path, "\nrequests ");
-		answers = number_of(path, "\nanswers ");
-	} while (requests == answers);
+	wait_for_request(&requests, &answers);
 	begun = now_ms();
 	if (syscall(SYS_delete_module, BALLOON_DRIVER, O_NONBLOCK) != 0)
 		fail("unloading %s: %s", BALLOON_DRIVER, strerror(errno));
@@ -221,6 +259,95 @@ static _Noreturn void unload_in_a_request(void)
 		fail("loading %s again: %s", file, strerror(errno));
 	close(fd);
 	say("loaded %" PRIu64, now_ms());
+	for (;;)
+		sleep_ms(BEAT_MS);
+}
+
+/* Writes a word to a file of /sys; returns 0, or why not. */
+static int write_word(const char *path, const char *word)
+{
+	int fd = open(path, O_WRONLY), error = 0;
+
+	if (fd < 0)
+		return errno;
+	if (write(fd, word, strlen(word)) < 0)
+		error = errno;
+	close(fd);
+	return error;
+}
+
+/*
+ * Hibernation without anywhere to write to: devices are suspended, memory is copied, devices are resumed to write it, and
+ * then it fails.
+ */
+static _Noreturn void suspend_in_a_request(void)
+{
+	unsigned long requests, answers;
+	const char *path = wait_for_request(&requests, &answers);
+	uint64_t begun = now_ms(), asleep = asleep_ms();
+	int error = write_word("/sys/power/state", "disk");
+
+	asleep = asleep_ms() - asleep;
+	say("suspended %lu %lu %lu %d %" PRIu64 " %" PRIu64, requests, answers, number_of(path, "\nsuspends "), error,
+	    now_ms() - begun + asleep, asleep);
+	write_word("/sys/module/" BALLOON_DRIVER "/parameters/walk_pause_us", "0");
+	for (;;)
+		sleep_ms(BEAT_MS);
+}
+
+/* Puts the blocks of memory from `first` on online. */
+static void memory_online(unsigned long first, unsigned long blocks, const char *how)
+{
+	char path[64];
+
+	for (unsigned long block = first; block < first + blocks; block++) {
+		int error;
+
+		snprintf(path, sizeof(path), "/sys/devices/system/memory/memory%lu/state", block);
+		error = write_word(path, how);
+		if (error)
+			fail("putting block %lu %s: %s", block, how, strerror(error));
+	}
+}
+
+static void memory_add(unsigned long mib)
+{
+	char options[96];
+	int fd = open("/modules/rig_hotadd.ko", O_RDONLY);
+
+	snprintf(options, sizeof(options), "start=%lu bytes=%lu", HOTADD_START, mib * MIB);
+	if (fd < 0 || syscall(SYS_finit_module, fd, options, 0) != 0)
+		fail("adding %lu MiB of memory: %s", mib, strerror(errno));
+	close(fd);
+}
+
+static _Noreturn void churn_memory(void)
+{
+	unsigned long mib = strtoul(parameter("rig.hotadd", "0"), NULL, 10), block, blocks, requests, answers, round = 0;
+	const char *path = wait_for_request(&requests, &answers);
+	uint64_t begun = now_ms();
+	char state[64];
+
+	block = strtoul(read_file("/sys/devices/system/memory/block_size_bytes"), NULL, 16);
+	if (!block || HOTADD_START % block || mib * MIB % block || mib * MIB < block)
+		fail("blocks of memory are %lu bytes", block);
+	blocks = mib * MIB / block;
+	block = HOTADD_START / block;
+	write_word("/sys/devices/system/memory/auto_online_blocks", "offline");
+	snprintf(state, sizeof(state), "/sys/devices/system/memory/memory%lu/state", block);
+	while (round < CHURN_MOST && number_of(path, "\nanswers ") == answers) {
+		memory_add(mib);
+		memory_online(block, blocks, "online_movable");
+		if (syscall(SYS_delete_module, "rig_hotadd", O_NONBLOCK) != 0)
+			fail("taking memory away: %s", strerror(errno));
+		if (access(state, F_OK) == 0)
+			fail("memory that was to be taken away is still there");
+		round++;
+	}
+	memory_add(mib);
+	memory_online(block, blocks, "online_kernel");
+	say("churned %lu %lu %lu %lu %" PRIu64, requests, answers, number_of(path, "\nanswers "), round, now_ms() - begun);
+	write_word("/sys/module/" BALLOON_DRIVER "/parameters/walk_pause_us", "0");
 	for (;;)
 		sleep_ms(BEAT_MS);
 }
@@ -342,6 +469,39 @@ static void make_pattern(unsigned long mib)
 	}
 }
 
+/* ---- memory that runs out ---- */
+
+static _Noreturn void hog_memory(void)
+{
+	unsigned long mib = strtoul(parameter("rig.hog", "0"), NULL, 10), first = 0, now;
+	const char *path = balloon_counters();
+	uint64_t longest = 0;
+	char *memory;
+
+	if (!path)
+		fail("%s is to give memory back, and is not there", BALLOON_DRIVER);
+	for (int rests = 0; rests < HOG_RESTS; first = now) {
+		sleep_ms(HOG_POLL_MS);
+		now = number_of(path, "pages_in_balloon ");
+		rests = now && now == first ? rests + 1 : 0;
+	}
+	memory = take((size_t)mib * MIB, "the hog");
+	for (unsigned long i = 0; i < mib; i++) {
+		uint64_t begun = now_ms(), took;
+
+		memset(memory + i * MIB, 1, MIB);
+		took = now_ms() - begun;
+		longest = took > longest ? took : longest;
+	}
+	if (munmap(memory, (size_t)mib * MIB) != 0)
+		fail("giving the hog's memory back: %s", strerror(errno));
+	now = number_of(path, "pages_in_balloon ");
+	say("hogged %lu %lu %lu %lu %" PRIu64, first, now, number_of(path, "\noom_pages "),
+	    number_of("/proc/vmstat", "\noom_kill "), longest);
+	for (;;)
+		sleep_ms(BEAT_MS);
+}
+
 /* ---- memory that was in use ---- */
 
 static void fill_and_free(unsigned long mib)
@@ -420,6 +580,7 @@ static void say_facts(void)
 	static const char clocksource[] = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
 	char path[64], driver[96];
 
+	say("facts kernel %.64s", first_line(read_file("/proc/sys/kernel/osrelease")));
 	say("facts cpus %ld", sysconf(_SC_NPROCESSORS_ONLN));
 	say("facts mem_total_kb %lu", number_of("/proc/meminfo", "MemTotal:"));
 	say("facts clocksource %.32s", first_line(read_file(clocksource)));
@@ -452,6 +613,12 @@ int main(void)
 	start(beat, last_cpu);
 	if (mib_of("rig.unload", "0") != 0)
 		start(unload_in_a_request, last_cpu);
+	if (mib_of("rig.suspend", "0") != 0)
+		start(suspend_in_a_request, last_cpu);
+	if (mib_of("rig.hog", "0") != 0)
+		start(hog_memory, last_cpu);
+	if (mib_of("rig.hotadd", "0") != 0)
+		start(churn_memory, last_cpu);
 	if (is_busy)
 		start(busy, last_cpu);
 	else

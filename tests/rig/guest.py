@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from emulated.basics import MIB, ScriptError, progress
 
 from . import checks, console, reports
+from .images import guest_folder
 
 _KERNEL_WORDS = "console=ttyS0 quiet loglevel=4 panic=-1 mitigations=off nokaslr random.trust_cpu=on audit=0 selinux=0"
 _FIRST_PORT = 4444
@@ -36,7 +37,8 @@ class Hop:
 class Guest:
     """One guest. `deadline` bounds every wait, beside the wait's own limit."""
 
-    def __init__(self, pair, out, deadline, *, memory_mib, vcpus=1, kernel_words="", host_words=()):
+    def __init__(self, pair, out, deadline, *, memory_mib, vcpus=1, kernel=None, kernel_words="", host_words=()):
+        """`kernel`: the line that it is of, or None for the stock one."""
         self.pair = pair
         self.host = pair.a
         self.hops = 0
@@ -47,8 +49,9 @@ class Guest:
         self._pauses = []
         self._left_behind = []  # host, console and its bytes, of each place that the guest has been at
         self._before = None  # the time here and the guest's newest clock, looked at before the latest move
+        folder = f"/{guest_folder(kernel)}"
         self._job = self.host.start("host", [
-            "migrate-host", "--guest", "linux", "--kernel", "/guest/vmlinuz", "--initrd", "/guest/initrd",
+            "migrate-host", "--guest", "linux", "--kernel", f"{folder}/vmlinuz", "--initrd", f"{folder}/initrd",
             "--cmdline", f"{_KERNEL_WORDS} {kernel_words}".strip(), "--memory", f"{memory_mib}M", "--vcpus", str(vcpus),
             "--control", self._socket(), "--console", self._console(), *host_words,
         ])
@@ -205,8 +208,11 @@ class Guest:
         now_ms = time.monotonic() * 1000
         return now_ms, self.watch().hb[-1].numbers[1]
 
-    def check_here(self):
-        """The guest goes on where it is: heartbeat without a gap, two new passes over the whole pattern."""
+    def check_here(self, asleep_ms=0):
+        """The guest goes on where it is: heartbeat without a gap, two new passes over the whole pattern.
+
+        `asleep_ms`: for how long it had suspended itself since the migration began, which stops its clock.
+        """
         watch = self.wait_for(
             "the guest to go on, with its pattern whole",
             lambda watch: len(watch.on("hb", self.hops)) >= _BEATS_AFTER and watch.checked_on(self.hops) >= 2,
@@ -214,7 +220,7 @@ class Guest:
         )
         self.check_said(watch)
         now_ms, clock_ms = self._newest_beat()
-        behind = console.check_stall(now_ms - self._before[0], clock_ms - self._before[1], self._pauses[-1])
+        behind = console.check_stall(now_ms - self._before[0], clock_ms - self._before[1], self._pauses[-1] + asleep_ms)
         progress(f"the guest's clock is {behind:.0f} ms behind, of {self._pauses[-1]:.0f} ms that the guest was paused")
         return watch
 

@@ -1,7 +1,7 @@
 """What the emulators start from: the kernel, the host's initrd with our programs in it, and in there the guest's.
 
 The host's initrd holds: busybox, KVM and network modules, our three programs with the shared libraries that they ask
-for, and in /guest the guest's kernel and initrd. The guest's holds: busybox, the stock virtio drivers, the program that
+for, and in /guest the guest's kernel and initrd; where a scenario wants another kernel, in /guest-LINE, too. The guest's holds: busybox, the stock virtio drivers, the program that
 is watched, and where a scenario wants it our own balloon driver, built against that kernel's headers.
 """
 
@@ -22,6 +22,8 @@ PROGRAMS = ("migrate-host", "migrate-send", "migrate-recv")
 
 _HOST_MODULES = ("kvm-amd", "virtio_pci", "virtio_net", "virtio_console")
 _GUEST_MODULES = ("virtio_mmio", "virtio_balloon", "virtio-rng")
+# Our balloon driver, and what adds memory to a guest.
+_OUR_MODULES = (ROOT / "guest", HERE / "hotadd")
 _BUILD_MODULE = ROOT / "scripts" / "build-guest-module"
 _MODULE_LIMIT_S = 600
 _SKIPPED = 77
@@ -61,8 +63,8 @@ def _add_program(archive, name, path, work, seen):
 def _add_modules(archive, tree, wanted):
     order = modules.in_order(tree, wanted)
     for path in order:
-        archive.file(f"modules/{path.name}", path.read_bytes())
-    archive.file("modules/order", "".join(f"{path.name}\n" for path in order).encode())
+        archive.file(f"modules/{modules.name(path)}", modules.content(path))
+    archive.file("modules/order", "".join(f"{modules.name(path)}\n" for path in order).encode())
 
 
 def _start(busybox, init):
@@ -87,9 +89,20 @@ def _clock_words(work):
     return f"tsc_early_khz={run('measuring the clock', [str(program)]).strip()}"
 
 
-def _stock():
-    """Debian's kernel, busybox, and the folder of the kernel's modules."""
-    kernel, busybox = packages.kernel_and_busybox(refresh=False)
+def guest_folder(line):
+    """Where a host has what a guest boots; `line`: of the guest's kernel, or None for the stock one."""
+    return f"guest-{line}" if line else "guest"
+
+
+def find_kernel(line):
+    """The kernel of a line, or the stock one (None), fetched when it is not here."""
+    return packages.kernel_of(line) if line else packages.kernel_and_busybox(refresh=False)[0]
+
+
+def _stock(line=None):
+    """Debian's kernel (the stock one, or that of a line), busybox, and the folder of the kernel's modules."""
+    _, busybox = packages.kernel_and_busybox(refresh=False)
+    kernel = find_kernel(line)
     package = kernel.parent.parent
     tree = next((path for path in (package / "lib/modules", package / "usr/lib/modules") if path.is_dir()), None)
     if tree is None:
@@ -97,46 +110,51 @@ def _stock():
     return kernel, busybox, tree
 
 
-def build_balloon_driver(work, script=_BUILD_MODULE):
-    """Builds our balloon driver for the guest's kernel, in `work`; returns its path. Raises NoHeaders."""
-    kernel, _ = packages.kernel_and_busybox(refresh=False)
-    version = kernel.name.removeprefix("vmlinuz-")
+def build_drivers(work, line=None, script=_BUILD_MODULE):
+    """Builds our balloon driver, and what adds memory, for the guest's kernel, in `work`. Raises NoHeaders."""
+    version = find_kernel(line).name.removeprefix("vmlinuz-")
     progress(f"building the balloon driver for {version}")
-    command = [str(script), "--kernel", version, "--out", str(work / "balloon-driver")]
+    return [_build_module(script, version, source, work / "modules") for source in _OUR_MODULES]
+
+
+def _build_module(script, version, source, out):
+    command = [str(script), "--kernel", version, "--source", str(source), "--out", str(out / source.name)]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=_MODULE_LIMIT_S
         )
     except subprocess.TimeoutExpired as error:
-        raise ScriptError(f"building the balloon driver took more than {_MODULE_LIMIT_S} s") from error
+        raise ScriptError(f"building {source} took more than {_MODULE_LIMIT_S} s") from error
     said = "\n".join((done.stdout + done.stderr).splitlines()[-8:])
     if done.returncode == _SKIPPED:
         raise NoHeaders(" ".join(said.split()).rpartition("SKIPPED: ")[2])
     if done.returncode != 0:
-        raise ScriptError(f"building the balloon driver: {' '.join(command)} ended with {done.returncode}:\n{said}")
+        raise ScriptError(f"building {source}: {' '.join(command)} ended with {done.returncode}:\n{said}")
     return Path(done.stdout.splitlines()[-1])
 
 
-def build_guest(work, balloon_driver=None):
-    """Builds what a guest boots in `work`, with the balloon driver beside; returns its kernel and its initrd."""
-    kernel, busybox, tree = _stock()
+def build_guest(work, drivers=(), line=None):
+    """Builds what a guest boots in `work`, with these drivers beside; returns its kernel and its initrd."""
+    kernel, busybox, tree = _stock(line)
     program = work / "rig-guest"
     compile_static("the guest's program", HERE / "guest.c", program)
     guest = _start(busybox, "guest-init")
     guest.program("bin/rig-guest", program.read_bytes())
     _add_modules(guest, tree, _GUEST_MODULES)
-    if balloon_driver:
-        guest.file(f"modules/{balloon_driver.name}", balloon_driver.read_bytes())
-    return kernel, guest.write(work / "guest.cpio")
+    for driver in drivers:
+        guest.file(f"modules/{driver.name}", driver.read_bytes())
+    return kernel, guest.write(work / f"{guest_folder(line)}.cpio")
 
 
-def build(work, *, programs=None, balloon_driver=None):
-    """Builds all of it in `work`; `programs`: the folder that our programs are in, else they are built."""
+def build(work, *, programs=None, drivers):
+    """Builds all of it in `work`.
+
+    `programs`: the folder that our programs are in, else they are built. `drivers`: those of ours, for each line of
+    kernels that guests are to have (None: the stock kernel).
+    """
     folder = programs or build_programs()
     kernel, busybox, tree = _stock()
     progress(f"building images of {kernel.name} and of the programs in {folder}")
-    _, guest_initrd = build_guest(work, balloon_driver)
-
     host = _start(busybox, "host-init")
     _add_modules(host, tree, _HOST_MODULES)
     seen = set()
@@ -145,6 +163,8 @@ def build(work, *, programs=None, balloon_driver=None):
         if not path.exists():
             raise ScriptError(f"{path} is not there: build it by cargo build --release -p {name}")
         _add_program(host, name, path, work, seen)
-    host.file("guest/vmlinuz", kernel.read_bytes())
-    host.file("guest/initrd", guest_initrd.read_bytes())
+    for line, ours in drivers.items():
+        guest_kernel, guest_initrd = build_guest(work, ours, line)
+        host.file(f"{guest_folder(line)}/vmlinuz", guest_kernel.read_bytes())
+        host.file(f"{guest_folder(line)}/initrd", guest_initrd.read_bytes())
     return Images(kernel, host.write(work / "host.cpio"), _clock_words(work))

@@ -62,6 +62,17 @@ def check_at_least(report, fate, pages, why):
         raise ScriptError(f"{found} pages were {fate}, of at least {pages} ({why}); all of them: {report['pages']}")
 
 
+def written(source):
+    """Pages that the guest wrote while round 0 was sent."""
+    return source["rounds"][0]["dirty_pages_after"] if source["rounds"] else 0
+
+
+def check_written(source, most, why):
+    """At most so many pages were written while round 0 was sent."""
+    if written(source) > most:
+        raise ScriptError(f"{written(source)} pages were written in round 0, of at most {most} ({why})")
+
+
 def say(source):
     """A migration's figures, short."""
     pages, rounds = source["pages"], len(source["rounds"])
@@ -79,9 +90,6 @@ def say(source):
 
 def beside(sources):
     """A table of what asking has cost, a column for each of these reports of sources, by name."""
-    def written(source):
-        return source["rounds"][0]["dirty_pages_after"] if source["rounds"] else 0
-
     rows = {
         "asked, answered in time": lambda source: source["balloon"]["asked"] and not source["balloon"]["timed_out"],
         "pages hinted": lambda source: source["pages"]["hinted"],

@@ -3,6 +3,7 @@
 A scenario returns its migrations, in order. It fails by ScriptError.
 """
 
+import errno
 import time
 from dataclasses import dataclass
 from typing import Callable
@@ -32,20 +33,22 @@ class Scenario:
     cpus: int
     guests: int  # how many it boots, one after the other
     our_driver: bool  # whether a guest of it has our balloon driver
+    kernel: str | None  # the line of kernels that its guests have, or None for the stock one
 
 
 class Stage:
     """What a scenario has: two hosts, a folder for what it leaves, and a deadline."""
 
-    def __init__(self, pair, out, deadline):
+    def __init__(self, pair, out, deadline, kernel=None):
         self.pair = pair
         self.out = out
         self.deadline = deadline
         self.guest = None
+        self._kernel = kernel
 
     def boot(self, **options):
         """Boots the scenario's guest on host a, and waits until it is ready."""
-        self.guest = Guest(self.pair, self.out, self.deadline, **options)
+        self.guest = Guest(self.pair, self.out, self.deadline, kernel=self._kernel, **options)
         self.guest.wait_until_ready()
         return self.guest
 
@@ -56,7 +59,7 @@ class Stage:
         self.pair.clean()
         out = self.out / folder
         out.mkdir()
-        self.guest = Guest(self.pair, out, self.deadline, **options)
+        self.guest = Guest(self.pair, out, self.deadline, kernel=self._kernel, **options)
         self.guest.wait_until_ready()
         return self.guest
 
@@ -70,9 +73,13 @@ class Stage:
         return answer
 
 
-def _scenario(name, cpus=1, guests=1, our_driver=False):
+def _scenario(name, cpus=1, guests=1, our_driver=False, kernels=(None,)):
     def add(function):
-        ALL[name] = Scenario(name, " ".join(function.__doc__.split()), function, cpus, guests, our_driver)
+        shows = " ".join(function.__doc__.split())
+        for line in kernels:
+            with_line = f"{name}-{line}" if line else name
+            told = f"{shows} Guest's kernel: {line}." if line else shows
+            ALL[with_line] = Scenario(with_line, told, function, cpus, guests, our_driver, line)
         return function
 
     return add
@@ -272,6 +279,11 @@ _DRIVER = "virtio_balloon_bitmap"
 _PAGE_BITMAP, _MISC_VQ = 3, 4
 _ANSWER_LIMIT_S = 20
 _UNLOAD_MOST_MS = 5000
+_HOG_LIMIT_S = 120
+_CHURN_LIMIT_S = 120
+_CHURN_LEAST = 12
+_HOTADD_MIB = 256
+_PAGES_A_BITMAP = 1 << 16  # that our driver tells of at a time
 
 
 def _with_our_driver(boot, *words, kernel_words="", **options):
@@ -316,6 +328,28 @@ def bitmap_8g(stage):
     (stage.out / "beside.txt").write_text(table)
     progress("the guest that was asked by bitmaps, and the one that was asked for hints:\n" + table.rstrip())
     return [ours, stock]
+
+
+@_scenario("bitmap-2g", our_driver=True, kernels=(None, "6.12"))
+def bitmap_2g(stage):
+    """An idle 2 GiB guest by our driver's page bitmaps, which cost it no writes; then 1 GiB into the balloon, and back."""
+    guest = _with_our_driver(stage.boot, memory_mib=2 << 10)
+    kernel = guest.watch().facts.get("kernel")
+    hop = guest.migrate(*_ASK)
+    _hinted(hop, 3 * GIB // 2, "more than 1.5 GiB's worth")
+    reports.check_written(hop.source, hop.source["pages"]["hinted"] // 20, "no page because of the question")
+    guest.check_here()
+    progress(f"our driver on {kernel}: {_answer(guest)}; pages written in round 0: {reports.written(hop.source)}")
+    before = _inflate_and_look(stage, guest, "1G", GIB)
+    back = guest.migrate("--ask", "never")
+    # The first bitmap after an answer is not believed, and of the others one page in 64 may have come out silently.
+    pages = GIB // PAGE_BYTES - _PAGES_A_BITMAP
+    reports.check_at_least(back.source, "ballooned", pages - pages // 64, "what the balloon holds and the device believes")
+    guest.check_here()
+    _inflate(stage, guest, "0", 0)
+    guest.wait_for_free(before - checks.SLACK_KB - before // 50, "the balloon's memory to come back to the guest")
+    guest.check_said()
+    return [hop, back]
 
 
 def _inflate_and_look(stage, guest, target, bytes_):
@@ -393,3 +427,106 @@ def bitmap_unload(stage):
     guest.check_here()
     progress(f"loaded again: {_answer(guest)}")
     return [first, second]
+
+
+@_scenario("bitmap-oom", our_driver=True, kernels=(None, "6.12"))
+def bitmap_oom(stage):
+    """The guest's memory runs out while most of it is in the balloon: the balloon gives it, nobody is killed, and at a move
+    what came out is sent."""
+    guest = _with_our_driver(stage.boot, memory_mib=1 << 10, kernel_words="rig.hog=400")
+    pages = 640 * MIB // PAGE_BYTES
+    _inflate(stage, guest, "640M", pages)
+    watch = guest.wait_for("the guest's memory to have run out", lambda watch: watch.hogged, _HOG_LIMIT_S)
+    first, left, given, killed, longest_ms = watch.hogged[-1].numbers
+    progress(f"of {first} pages in the balloon it gave {given} and has {left}; {killed} processes were killed, and the longest "
+             f"MiB took {longest_ms} ms")
+    if killed or not given or (first, left) != (pages, pages - given):
+        raise ScriptError(f"of {pages} pages, {first} were in the balloon, {given} came out, {left} are left, {killed} kills")
+    told = guest.control("--balloon-stats")["actual_pages"]
+    if told != left:
+        raise ScriptError(f"the balloon holds {left} pages, and the host was told of {told}")
+    hop = guest.migrate("--ask", "never")
+    guest.check_here()
+    guest.check_said()
+    return [hop]
+
+
+@_scenario("bitmap-suspend", our_driver=True, kernels=(None, "6.12"))
+def bitmap_suspend(stage):
+    """The guest suspends all its devices in the middle of a request, as it does to hibernate, and resumes them: nothing
+    hangs, the balloon fills again, and the next request is answered."""
+    # The walk takes longer than the kernel waits for work to end before it gives a suspend up (20 s).
+    guest = _with_our_driver(
+        stage.boot, memory_mib=1 << 10, kernel_words="init_on_alloc=0 rig.suspend=1 rig.walk_pause_us=50000"
+    )
+    pages = 64 * MIB // PAGE_BYTES
+    _inflate(stage, guest, "64M", pages)
+    first = guest.migrate("--ask", "always", "--hint-timeout", "60s", "--max-bandwidth", "80Mbit")
+    watch = guest.wait_for("the guest to be resumed", lambda watch: watch.suspended, _ANSWER_LIMIT_S)
+    requests, answers, suspends, error, took_ms, asleep_ms = watch.suspended[-1].numbers
+    progress(f"the guest suspended and resumed in {took_ms} ms, with {requests} requests and {answers} answers until then, "
+             f"and ended with {errno.errorcode.get(error, error)}; the session: {first.source['balloon']}")
+    # There is nowhere to write an image to, which comes out after devices were suspended and resumed.
+    if (suspends, error) != (1, errno.ENODEV):
+        raise ScriptError(f"the driver was suspended {suspends} times, and hibernating ended with errno {error}")
+    if first.source["balloon"]["timed_out"]:
+        raise ScriptError(f"the driver was suspended, and the host waited for its answer: {first.source['balloon']}")
+    guest.check_here(asleep_ms)
+    stage.wait("the balloon to fill again", lambda: guest.control("--balloon-stats")["actual_pages"] == pages, 30)
+    free_kb = guest.free_kb()
+    second = guest.migrate(*_ASK)
+    _hinted(second, free_kb * 1024 // 2, "half of what was free")
+    guest.check_here()
+    progress(f"after it: {_answer(guest)}")
+    return [first, second]
+
+
+@_scenario("bitmap-hotplug", our_driver=True, kernels=(None, "6.12"))
+def bitmap_hotplug(stage):
+    """Memory is added to the guest's kernel, put online and taken away, over and over, while a request is answered; the
+    next answer tells of memory that was added to stay."""
+    guest = _with_our_driver(
+        stage.boot, memory_mib=(2 << 10) + _HOTADD_MIB,
+        kernel_words=f"mem=2048M rig.hotadd={_HOTADD_MIB} rig.walk_pause_us=10000",
+    )
+    before = guest.free_kb()
+    first = guest.migrate(*_ASK)
+    watch = guest.wait_for("memory to be added to stay", lambda watch: watch.churned, _CHURN_LIMIT_S)
+    _, answers, answers_after, rounds, took_ms = watch.churned[-1].numbers
+    progress(f"memory was added and taken away {rounds} times in {took_ms} ms, with {answers} answers before and "
+             f"{answers_after} after; the session: {first.source['balloon']}")
+    if rounds < _CHURN_LEAST or answers_after != answers + 1:
+        raise ScriptError(f"memory was added {rounds} times only, or the answer never came")
+    _hinted(first, before * 1024 // 2, "half of what was free")
+    guest.check_here()
+    added_kb = _HOTADD_MIB << 10
+    free_kb = guest.wait_for_free(before + added_kb - checks.SLACK_KB - added_kb // 20, "the memory that was added")
+    second = guest.migrate(*_ASK)
+    _hinted(second, (free_kb - added_kb // 2) * 1024, "what is free, with what was added")
+    guest.check_here()
+    progress(f"with what was added: {_answer(guest)}")
+    return [first, second]
+
+
+@_scenario("bitmap-windows", our_driver=True)
+def bitmap_windows(stage):
+    """Guest-physical space of 37 GiB, of which the guest's kernel uses the first 3 GiB and the last: its answer comes in
+    two windows through one buffer. Past 32 GiB there is no bitmap inflation; the balloon takes arrays."""
+    for host in stage.pair.hosts():
+        # The guest's RAM is more than the host has, and hardly any of it is touched.
+        host.check("echo 1 >/proc/sys/vm/overcommit_memory", "allowing more memory than there is")
+    guest = stage.boot(
+        memory_mib=36 << 10, kernel_words="rig.balloon=bitmap memmap=32G$4G", host_words=("--balloon", "bitmap")
+    )
+    checks.check_driver(guest.watch().facts, _DRIVER, _MISC_VQ)
+    before = guest.free_kb()
+    hop = guest.migrate(*_ASK)
+    _hinted(hop, before * 1024 - 256 * MIB, "what is free, in both windows")
+    if hop.source["balloon"]["answers"] != 2:
+        raise ScriptError(f"the answer was to come in two windows: {hop.source['balloon']}")
+    guest.check_here()
+    progress(f"two windows: {_answer(guest)}")
+    _inflate_and_look(stage, guest, "64M", 64 * MIB)
+    _inflate(stage, guest, "0", 0)
+    guest.check_said()
+    return [hop]

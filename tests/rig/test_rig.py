@@ -1,6 +1,7 @@
 """Tests of the parts of the rig that need no emulator: python3 tests/rig/test_rig.py"""
 
 import json
+import lzma
 import socket
 import sys
 import tempfile
@@ -52,7 +53,10 @@ class Console(unittest.TestCase):
         console.check_pattern(watch)
 
     def test_our_balloon_driver(self):
-        watch = console.read([b"bitmap 1 1 9000 88 99000 4100 2 7000000\nunloaded 2 1 35\nloaded 5000\n"])
+        watch = console.read([b"bitmap 1 1 9000 88 99000 4100 2 7000000\nunloaded 2 1 35\nloaded 5000\n"
+                              b"suspended 2 1 1 19 4000 900\nchurned 2 1 1 12 9000\nhogged 9 5 4 0 70\n"])
+        self.assertEqual((watch.suspended[0].numbers, watch.churned[0].numbers), ((2, 1, 1, 19, 4000, 900), (2, 1, 1, 12, 9000)))
+        self.assertEqual(watch.hogged[0].numbers, (9, 5, 4, 0, 70))
         self.assertEqual(watch.bitmap[0].numbers, (1, 1, 9000, 88, 99000, 4100, 2, 7000000))
         self.assertEqual((watch.unloaded[0].numbers, watch.loaded[0].numbers), ((2, 1, 35), (5000,)))
 
@@ -375,6 +379,14 @@ class Modules(unittest.TestCase):
         names = [path.stem for path in modules.in_order(tree, ["kvm-amd", "kvm"])]
         self.assertEqual(names, ["irqbypass", "kvm", "ccp", "kvm_amd"])
 
+    def test_a_compressed_one(self):
+        tree = self.tree(b="")
+        packed = tree / "a.ko.xz"
+        packed.write_bytes(lzma.compress(b"x\0depends=b\0"))
+        order = modules.in_order(tree, ["a"])
+        self.assertEqual([modules.name(path) for path in order], ["b.ko", "a.ko"])
+        self.assertEqual(modules.content(order[1]), b"x\0depends=b\0")
+
     def test_absent_and_circular(self):
         for tree in (self.tree(a="b"), self.tree(a="b", b="a")):
             with self.assertRaises(ScriptError):
@@ -392,10 +404,10 @@ class BalloonDriver(unittest.TestCase):
             path.chmod(0o755)
             kernel = Path("boot/vmlinuz-6.1.0-1-cloud-amd64")
             with unittest.mock.patch.object(images.packages, "kernel_and_busybox", return_value=(kernel, None)):
-                return images.build_balloon_driver(Path(folder), path)
+                return images.build_drivers(Path(folder), script=path)
 
     def test_for_the_kernel_that_is_booted(self):
-        self.assertEqual(self.build('echo "$2"'), Path("6.1.0-1-cloud-amd64"))
+        self.assertEqual(self.build('echo "$2/${4##*/}"'), [Path(f"6.1.0-1-cloud-amd64/{name}") for name in ("guest", "hotadd")])
 
     def test_no_headers_and_no_module_are_two_things(self):
         with self.assertRaisesRegex(images.NoHeaders, "^no headers$"):
@@ -479,7 +491,9 @@ class Scenarios(unittest.TestCase):
     def test_all_that_were_asked_for(self):
         asked = {
             "idle-8g", "idle-8g-default", "freed-2g", "busy", "two-vcpus", "a-b-a", "receiver-killed", "balloon-1g",
-            "reporting", "stats", "done-seen", "bitmap-8g", "bitmap-inflate", "bitmap-unload",
+            "reporting", "stats", "done-seen", "bitmap-8g", "bitmap-inflate", "bitmap-unload", "bitmap-2g",
+            "bitmap-2g-6.12", "bitmap-suspend", "bitmap-suspend-6.12", "bitmap-hotplug", "bitmap-hotplug-6.12",
+            "bitmap-windows", "bitmap-oom", "bitmap-oom-6.12",
         }
         self.assertEqual(set(scenarios.ALL), asked)
         self.assertIn(scenarios.MAIN, scenarios.ALL)

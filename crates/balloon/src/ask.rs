@@ -2,14 +2,13 @@
 //!
 //! Invariant: while a session is open its sink may be called; once `end` has returned it is not.
 
-use crate::counters::Tally;
 use crate::device::number;
 use crate::dialect::Role;
 use crate::dialect::hinting::Hinting;
 use crate::dialect::misc::Misc;
 use crate::queue::{Broken, Fate, VirtQueue};
 use crate::{Balloon, Error, Result, feature};
-use machine::{AnswerCounts, AnswerSink};
+use machine::AnswerSink;
 use vm_memory::GuestAddressSpace;
 
 /// How the device's dialect asks for free pages.
@@ -80,12 +79,10 @@ impl<M: GuestAddressSpace> Balloon<M> {
         match &mut self.asking {
             Asking::Hints(hints) => {
                 hints.begin(session, sink)?;
-                self.question = AnswerCounts::default();
                 self.interrupts.config();
             }
             Asking::Misc(misc) => {
                 misc.begin(session, sink, &self.layout)?;
-                self.question = AnswerCounts::default();
                 self.send_request();
             }
             // `can_ask` has refused.
@@ -136,24 +133,16 @@ impl<M: GuestAddressSpace> Balloon<M> {
         }
     }
 
-    /// Counts since the last question.
-    pub fn answer_counts(&self) -> AnswerCounts {
-        self.question
-    }
-
     /// `standard`: commands and free blocks. What one kick brought goes to the sink at once.
     pub(crate) fn serve_hints(&mut self, queue: &mut VirtQueue, used: &mut u32) -> std::result::Result<(), Broken> {
         let Asking::Hints(hints) = &mut self.asking else {
             return Ok(());
         };
-        let mut tally = Tally {
-            life: &mut self.counters,
-            question: &mut self.question,
-        };
+        let tally = &mut self.counters;
         let layout = &*self.layout;
         let done = queue.drain(
             &self.memory.memory(),
-            |mem, _, chain| Ok(hints.serve(mem, chain, layout, &mut tally)),
+            |mem, _, chain| Ok(hints.serve(mem, chain, layout, tally)),
             || *used += 1,
         );
         hints.flush();
@@ -165,17 +154,14 @@ impl<M: GuestAddressSpace> Balloon<M> {
         let Asking::Misc(misc) = &mut self.asking else {
             return Ok(());
         };
-        let mut tally = Tally {
-            life: &mut self.counters,
-            question: &mut self.question,
-        };
+        let tally = &mut self.counters;
         let interrupts = &*self.interrupts;
-        let answers = tally.life.answers + tally.life.late + tally.life.malformed;
+        let answers = tally.answers + tally.late + tally.malformed;
         let done = queue.drain(
             &self.memory.memory(),
             |mem, queue, chain| {
-                let fate = misc.serve(mem, chain, &mut tally);
-                if fate == Fate::Held && misc.send(mem, queue, &mut tally)? {
+                let fate = misc.serve(mem, chain, tally);
+                if fate == Fate::Held && misc.send(mem, queue, tally)? {
                     interrupts.queue(index);
                 }
                 Ok(fate)
@@ -194,14 +180,7 @@ impl<M: GuestAddressSpace> Balloon<M> {
             return;
         };
         self.with_queue(index, |device, mem, queue| match &mut device.asking {
-            Asking::Misc(misc) => misc.send(
-                mem,
-                queue,
-                &mut Tally {
-                    life: &mut device.counters,
-                    question: &mut device.question,
-                },
-            ),
+            Asking::Misc(misc) => misc.send(mem, queue, &mut device.counters),
             Asking::Hints(_) | Asking::Never => Ok(false),
         });
     }

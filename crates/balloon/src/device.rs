@@ -14,7 +14,6 @@ use crate::inflate::Ballooned;
 use crate::queue::{Broken, VirtQueue};
 use crate::stats::{Stats, StatsQueue};
 use crate::{Config, Error, QueueConfig, Result, feature};
-use machine::AnswerCounts;
 use pages::{Layout, PageRange, PageSet};
 use std::sync::Arc;
 use vm_memory::GuestAddressSpace;
@@ -37,6 +36,12 @@ pub trait Discard: Send + Sync {
     /// Gives back the memory of `range`, which lies in one region of RAM and is whole granules. It then reads as zero:
     /// that is a write, which the implementation has to put into the dirty log where writes are tracked.
     fn discard(&self, range: PageRange) -> machine::Result<()>;
+
+    /// Does so for each of `ranges`, and tells `done` of each, in that order. For a host that can do better with many at
+    /// once than one after the other.
+    fn discard_all(&self, ranges: &[PageRange], done: &mut dyn FnMut(PageRange, machine::Result<()>)) {
+        ranges.iter().for_each(|range| done(*range, self.discard(*range)));
+    }
 
     /// How many pages, a power of two, the host gives back at once: 1, or 512 where 2 MiB pages back the guest.
     fn granule_pages(&self) -> u64;
@@ -68,8 +73,6 @@ pub struct Balloon<M: GuestAddressSpace> {
     pub(crate) stats: StatsQueue,
     pub(crate) asking: Asking,
     pub(crate) counters: Counters,
-    /// Counts since the last question.
-    pub(crate) question: AnswerCounts,
 }
 
 impl<M: GuestAddressSpace> Balloon<M> {
@@ -106,7 +109,6 @@ impl<M: GuestAddressSpace> Balloon<M> {
             stats: StatsQueue::default(),
             asking,
             counters: Counters::default(),
-            question: AnswerCounts::default(),
         })
     }
 
@@ -468,7 +470,8 @@ impl<M: GuestAddressSpace> Balloon<M> {
         match role {
             Role::Hint | Role::Misc => self.asking.abandon(),
             Role::Stats => self.stats.held = None,
-            Role::Inflate | Role::Deflate | Role::Report => {}
+            Role::Inflate | Role::Deflate => self.ballooned.deafen(),
+            Role::Report => {}
         }
         self.interrupts.config();
     }

@@ -4,6 +4,9 @@
 //! entry too; or, with PAGE_BITMAP, a header and a bitmap (see [`crate::window`]). What an inflate buffer names goes into
 //! the set of ballooned pages, whose words a bitmap joins 64 at a time. Naming a page again changes nothing.
 //!
+//! Invariant: a page is in the set only while every word of the guest on pages that left is understood. A buffer that may
+//! have been such a word and is not believed empties it, and so does a queue that is heard no more, until a reset.
+//!
 //! With [`DiscardPolicy::AtOnce`], memory is given back by whole granules of the host (4 KiB, or 2 MiB where huge pages
 //! back the guest), once all pages of a granule are in the balloon, and in one call a run, the runs being merged.
 
@@ -11,7 +14,7 @@ use crate::config::DiscardPolicy;
 use crate::counters::Counters;
 use crate::device::Discard;
 use crate::queue::{Chain, Fate};
-use crate::window::{self, Form, Unbelieved};
+use crate::window::{self, Form, MOST_WINDOW, Unbelieved};
 use pages::{Layout, PageRange, PageSet, Pfn};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -26,7 +29,7 @@ const MOST_PFNS: usize = 1 << 16;
 pub(crate) struct LastBits {
     /// Of its place and its bits, as an inflate or deflate buffer.
     digest: Option<u64>,
-    /// It has carried an answer to a question since.
+    /// It has carried an answer to a question since, or was overwritten while it was read.
     was_an_answer: bool,
 }
 
@@ -40,6 +43,8 @@ pub(crate) struct Ballooned {
     form: Option<Form>,
     /// What the driver's bitmap held when it came last; see [`Ballooned::is_stale`].
     last: LastBits,
+    /// The inflate or the deflate queue was stopped: what the guest says of its balloon is not heard in whole.
+    deaf: bool,
     /// Scratch: the bytes and the numbers of one buffer.
     bytes: Vec<u8>,
     pfns: Vec<u32>,
@@ -54,6 +59,7 @@ impl Ballooned {
             policy,
             form: None,
             last: LastBits::default(),
+            deaf: false,
             bytes: Vec::new(),
             pfns: Vec::new(),
         }
@@ -66,14 +72,27 @@ impl Ballooned {
 
     /// Back to before a driver came.
     pub(crate) fn clear(&mut self) {
-        self.set = PageSet::empty(&self.layout);
-        self.last = LastBits::default();
+        self.replace(PageSet::empty(&self.layout), LastBits::default());
     }
 
     /// Takes over the set that another device had.
     pub(crate) fn replace(&mut self, set: PageSet, last: LastBits) {
         self.set = set;
         self.last = last;
+        self.deaf = false;
+    }
+
+    /// The inflate or the deflate queue was stopped. Until a reset nothing goes into the balloon: the guest may take pages
+    /// out and no one hears of it.
+    pub(crate) fn deafen(&mut self) {
+        self.distrust("a queue was stopped");
+        self.deaf = true;
+    }
+
+    /// Nothing that is in the balloon is believed to be there any more.
+    fn distrust(&mut self, why: &'static str) {
+        tracing::debug!(why, "nothing in the balloon is believed");
+        self.set = PageSet::empty(&self.layout);
     }
 
     /// What the driver's bitmap held when it came last, for saved state.
@@ -108,12 +127,16 @@ impl Ballooned {
 
     /// Serves one buffer of the inflate queue.
     pub(crate) fn inflate<M: GuestMemory>(&mut self, mem: &M, chain: &Chain, counters: &mut Counters) -> Fate {
+        if self.deaf {
+            return Fate::Used(0);
+        }
         if let Some(form) = self.form {
             if let Some((named, bits)) = self.take_bitmap(mem, chain, &form, counters) {
-                if self.is_stale(bits) {
-                    tracing::debug!("an inflate bitmap is the one before, again: nothing in the balloon is believed");
+                // A driver with something to say names a page. One that names none is compaction's too: what the driver
+                // leaves in its bitmap behind a window without pages.
+                if named.is_empty() || self.is_stale(bits) {
                     counters.stale_bitmaps += 1;
-                    self.set = PageSet::empty(&self.layout);
+                    self.distrust("an inflate bitmap is the one before, again, or names no page");
                 } else {
                     self.put_in(named, counters);
                 }
@@ -142,6 +165,13 @@ impl Ballooned {
             self.set.union_with(&named);
             return;
         }
+        if self.discard.granule_pages() > 1 {
+            // The guest may have taken such a page back without a word (quirk 8), and a granule is given back in whole:
+            // only one that this very buffer names is known to be in the balloon.
+            let mut unsaid = multiples_of_64(&self.layout);
+            unsaid.subtract(&named);
+            self.set.subtract(&unsaid);
+        }
         // Only pages that were not in the balloon can make a granule whole. Each of their runs goes in in bulk.
         named.subtract(&self.set);
         let mut whole = Vec::new();
@@ -154,20 +184,23 @@ impl Ballooned {
     /// Gives granules that became whole back to the host, where that is the policy.
     fn release(&self, whole: Vec<PageRange>, counters: &mut Counters) {
         if self.policy == DiscardPolicy::AtOnce {
-            for range in whole {
-                give_back(&*self.discard, range, counters);
-            }
+            give_back(&*self.discard, &whole, counters);
         }
     }
 
     /// Serves one buffer of the deflate queue.
     pub(crate) fn deflate<M: GuestMemory>(&mut self, mem: &M, chain: &Chain, counters: &mut Counters) -> Fate {
+        if self.deaf {
+            return Fate::Used(0);
+        }
         if let Some(form) = self.form {
             if let Some((named, bits)) = self.take_bitmap(mem, chain, &form, counters) {
                 self.set.subtract(&named);
                 self.came(bits);
             }
-        } else if self.take_pfns(mem, chain, counters) {
+        } else if !self.take_pfns(mem, chain, counters) || chain.readable_bytes() > (MOST_PFNS * 4) as u64 {
+            self.distrust("a deflate array was refused or cut");
+        } else {
             for run in runs(&self.pfns) {
                 let ram: u64 = self.layout.clip(run).map(PageRange::count).sum();
                 counters.bad_pfns += run.count() - ram;
@@ -177,7 +210,8 @@ impl Ballooned {
         Fate::Used(0)
     }
 
-    /// Reads the pages of RAM that a buffer's bitmap names; `None` where it is not to be believed at all.
+    /// Reads the pages of RAM that a buffer's bitmap names; `None` where it is not to be believed at all. Nor is the
+    /// balloon then, whichever queue it came on: compaction uses both, and the driver may have no bitmap to send.
     fn take_bitmap<M: GuestMemory>(
         &mut self,
         mem: &M,
@@ -192,6 +226,9 @@ impl Ballooned {
                 counters.malformed += 1;
                 counters.bad_headers += u64::from(matches!(unbelieved, Unbelieved::Header(_)));
                 counters.torn += u64::from(unbelieved == Unbelieved::Torn);
+                // What the driver's bitmap holds by now, compaction may send as it is.
+                self.last.was_an_answer |= unbelieved == Unbelieved::Torn;
+                self.distrust("a buffer that should carry a bitmap was refused");
                 return None;
             }
         };
@@ -231,17 +268,19 @@ impl Ballooned {
     }
 }
 
-/// Gives the memory of `range`, which lies in one region, back to the host. A refusal is counted: memory is then not
-/// saved, and nothing else is wrong.
-pub(crate) fn give_back(discard: &dyn Discard, range: PageRange, counters: &mut Counters) {
-    counters.discards += 1;
-    match discard.discard(range) {
-        Ok(()) => counters.discarded_pages += range.count(),
-        Err(error) => {
-            tracing::debug!(%range, %error, "discard failed");
-            counters.discard_errors += 1;
+/// Gives the memory of `ranges`, each of which lies in one region, back to the host. A refusal is counted: memory is then
+/// not saved, and nothing else is wrong.
+pub(crate) fn give_back(discard: &dyn Discard, ranges: &[PageRange], counters: &mut Counters) {
+    discard.discard_all(ranges, &mut |range, result| {
+        counters.discards += 1;
+        match result {
+            Ok(()) => counters.discarded_pages += range.count(),
+            Err(error) => {
+                tracing::debug!(%range, %error, "discard failed");
+                counters.discard_errors += 1;
+            }
         }
-    }
+    });
 }
 
 /// Runs of sorted numbers without duplicates.
@@ -299,4 +338,20 @@ pub(crate) fn push_joined(list: &mut Vec<PageRange>, layout: &Layout, range: Pag
     } else if !range.is_empty() {
         list.push(range);
     }
+}
+
+/// The pages of RAM that the guest may take back without a word where buffers carry bitmaps (quirk 8): one in 64.
+pub(crate) fn multiples_of_64(layout: &Arc<Layout>) -> PageSet {
+    // 32 GiB at a time: one bit in every word.
+    let pattern: Vec<u8> = [1, 0, 0, 0, 0, 0, 0, 0].repeat(MOST_WINDOW / 8);
+    let pages = MOST_WINDOW as u64 * 8;
+    let mut set = PageSet::empty(layout);
+    for region in layout.regions() {
+        let mut start = Pfn(region.start().0 - region.start().0 % pages);
+        while start < region.end() {
+            set.insert_bitmap(start, &pattern);
+            start = Pfn(start.0.saturating_add(pages));
+        }
+    }
+    set
 }

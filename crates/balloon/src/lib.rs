@@ -22,8 +22,13 @@
 //! Inflating gives memory back at once, or only marks it for a migration to skip: [`DiscardPolicy`]. The bitmap dialects
 //! mark only, unless told otherwise. Their drivers (of 2016) send bits again that are no longer true: compaction, which
 //! moves a page of the balloon, resends the last bitmap as it then stands on the inflate queue and on the deflate queue.
-//! A discard in between would empty pages that the guest uses; a mark is taken away again. Choose at-once for a guest
-//! whose driver does not do that.
+//! A discard in between would empty pages that the guest uses; a mark is taken away again. Choose at-once for a driver
+//! without compaction. That such a driver may drop a page at a multiple of 64 from what it takes back is no matter: with
+//! larger granules than a page, those count only where the buffer that makes the granule whole names them.
+//!
+//! What the guest says on its way out of the balloon must be understood: a buffer of the bitmap dialects that is refused,
+//! and an array of a deflation that is refused or cut, empties the set of ballooned pages. So does a stopped inflate or
+//! deflate queue, for good, until the device is reset.
 //!
 //! A page that is dirty is never treated as ballooned: a migration takes ballooned pages out of what it sends first,
 //! after tracking of writes began, and out of nothing that is found written later. What was written before that has to be
@@ -36,9 +41,10 @@
 //! [`Interrupts`], [`Discard`] and the sink of a session are called from within the device's methods, so under the lock
 //! of a [`SharedBalloon`]: they must be quick and must not call back into the device.
 //!
-//! The `bitmap` dialect's driver reuses one guest buffer for all windows of an answer and does not wait in between. Where
-//! guest-physical space ends above one window (32 GiB), [`Balloon::notify`] must therefore be called before the vCPU
-//! that kicked runs on; from there the buffer is read at once and in whole.
+//! The drivers of the bitmap dialects have one guest buffer for all bitmaps, of inflations, deflations and answers, and
+//! reuse it without waiting. In those dialects [`Balloon::notify`] must therefore always be called before the vCPU that
+//! kicked runs on, however small the guest; from there the buffer is read at once and in whole. A buffer that changes
+//! while it is read is refused, but a rewrite that stands still meanwhile cannot be seen.
 #![forbid(unsafe_code)]
 
 mod ask;
@@ -80,6 +86,12 @@ pub enum Error {
         /// Where guest-physical space ends.
         end_bytes: u64,
     },
+    /// PAGE_BITMAP was configured for the `bitmap` dialect on a host that can run a big-endian guest.
+    #[error(
+        "the bitmap balloon cannot offer PAGE_BITMAP (bit 3) on this host: a big-endian guest could run here, whose bitmaps \
+         name pages that it did not give up, and nothing shows it; leave the bit out, or choose the bitmap-rfc dialect"
+    )]
+    ByteOrder,
     /// Feature bits were configured that the dialect does not have.
     #[error("the {dialect} balloon cannot offer feature bits {bits:#x}; it can offer {possible:#x}")]
     Unofferable {

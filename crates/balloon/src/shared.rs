@@ -1,9 +1,9 @@
 //! A balloon that several threads share: vCPUs that kick, a host that sets targets, a migration that asks.
 
 use crate::Balloon;
-use crate::window::MOST_WINDOW;
-use machine::{AnswerCounts, AnswerSink, FreePages, GuestMemoryStats};
-use pages::{PAGE_BYTES, PageSet, Pfn};
+use crate::inflate::multiples_of_64;
+use machine::{AnswerSink, BalloonCounts, FreePages, GuestMemoryStats};
+use pages::{PAGE_BYTES, PageSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vm_memory::GuestAddressSpace;
 
@@ -66,7 +66,7 @@ impl<M: GuestAddressSpace + Send> FreePages for SharedBalloon<M> {
         let mut set = balloon.ballooned().clone();
         drop(balloon);
         if silent {
-            leave_out_multiples_of_64(&mut set);
+            set.subtract(&multiples_of_64(&Arc::clone(set.layout())));
         }
         Some(set)
     }
@@ -89,23 +89,7 @@ impl<M: GuestAddressSpace + Send> FreePages for SharedBalloon<M> {
         Ok(())
     }
 
-    fn counts(&self) -> AnswerCounts {
-        self.lock().answer_counts()
+    fn counts(&self) -> BalloonCounts {
+        self.lock().counters()
     }
-}
-
-fn leave_out_multiples_of_64(set: &mut PageSet) {
-    let layout = Arc::clone(set.layout());
-    // Page by page over 32 GiB at a time: one bit in every word.
-    let pattern: Vec<u8> = [1, 0, 0, 0, 0, 0, 0, 0].repeat(MOST_WINDOW / 8);
-    let pages = MOST_WINDOW as u64 * 8;
-    let mut silent = PageSet::empty(&layout);
-    for region in layout.regions() {
-        let mut start = Pfn(region.start().0 - region.start().0 % pages);
-        while start < region.end() {
-            silent.insert_bitmap(start, &pattern);
-            start = Pfn(start.0.saturating_add(pages));
-        }
-    }
-    set.subtract(&silent);
 }

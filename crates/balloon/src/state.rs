@@ -138,6 +138,10 @@ impl<M: GuestAddressSpace> Balloon<M> {
         self.stats.held = state.held_stats;
         self.stats.last = state.stats;
         self.ballooned.replace(ballooned, state.last_bits);
+        let stopped = |slot: &Slot| slot.queue.is_none() && matches!(slot.role, Role::Inflate | Role::Deflate);
+        if self.queues.iter().flatten().any(stopped) {
+            self.ballooned.deafen();
+        }
         self.ballooned.speak(self.config.dialect.form(self.acked, &self.layout));
         Ok(())
     }

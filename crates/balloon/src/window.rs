@@ -4,8 +4,10 @@
 //! name no RAM (holes of the layout, past its end) are counted and ignored.
 //!
 //! A buffer lies in guest memory, which the guest may write at any time. It is read once, in whole, into our own memory,
-//! and only that copy is looked at; the header is then read once more, and a buffer whose header changed meanwhile was
-//! overwritten, and is not believed.
+//! and only that copy is looked at. All of it is then read once more, the header last, and compared: a buffer that changed
+//! meanwhile was overwritten, and is not believed. The driver writes the bitmap first, which takes it long, and the header
+//! last. A rewrite that the guest began before and did not go on with in between is not seen, so kicks are to be served
+//! before the vCPU that kicked goes on.
 
 use crate::queue::Chain;
 use pages::Pfn;
@@ -13,6 +15,9 @@ use vm_memory::GuestMemory;
 
 /// The longest bitmap of a window, bytes: 32 GiB of guest-physical space.
 pub(crate) const MOST_WINDOW: usize = 1 << 20;
+
+/// Bytes of a buffer that are read again at once.
+const PIECE: usize = 64 << 10;
 
 /// How a dialect lays out a buffer.
 #[derive(Clone, Copy)]
@@ -58,14 +63,21 @@ pub(crate) fn read<M: GuestMemory>(
         return Err(outside);
     }
     let start = (form.parse)(bytes, present).map_err(Unbelieved::Header)?;
+    let (header, bitmap) = bytes.split_at(form.header);
+    if is_still(mem, chain, form.header, bitmap) && is_still(mem, chain, 0, header) {
+        Ok(start)
+    } else {
+        Err(Unbelieved::Torn)
+    }
+}
+
+/// Whether the bytes of `chain` from `at` on are those of `copy` still. Read once more, a piece at a time.
+pub(crate) fn is_still<M: GuestMemory>(mem: &M, chain: &Chain, at: usize, copy: &[u8]) -> bool {
     let mut again = Vec::new();
-    if chain.gather(mem, 0, form.header, &mut again).is_err() {
-        return Err(outside);
-    }
-    if bytes.get(..form.header) != Some(again.as_slice()) {
-        return Err(Unbelieved::Torn);
-    }
-    Ok(start)
+    copy.chunks(PIECE).enumerate().all(|(i, piece)| {
+        let skip = (at + i * PIECE) as u64;
+        chain.gather(mem, skip, piece.len(), &mut again).is_ok() && again == piece
+    })
 }
 
 /// The bits that are set.

@@ -147,29 +147,29 @@ fn a_stale_or_replayed_start_and_blocks_outside_a_session_are_late() {
     let first = start(&mut rig, &answers, 1);
     rig.device.end(1).unwrap();
     rig.send(HINTS, &block);
-    assert_eq!(rig.device.counts().late, 1, "after the end");
+    assert_eq!(rig.device.counts().late, 2, "after the end");
     rig.command(HINTS, STOP);
-    assert_eq!(rig.device.counts().late, 2);
+    assert_eq!(rig.device.counts().late, 3);
 
     rig.device.begin(2, answers.sink()).unwrap();
     let second = rig.config_u32(8);
     assert_eq!(second, first + 1);
-    assert_eq!(rig.device.counts().late, 0, "counted since the question");
+    assert_eq!(rig.device.counts().late, 3, "counted over the device's life");
     rig.send(HINTS, &block);
     rig.command(HINTS, first);
     rig.command(HINTS, STOP);
     rig.send(HINTS, &block);
-    assert_eq!(rig.device.counts().late, 4, "of the session before");
+    assert_eq!(rig.device.counts().late, 7, "of the session before");
     rig.command(HINTS, second);
     rig.command(HINTS, second);
-    assert_eq!(rig.device.counts().late, 5, "a start while sending");
+    assert_eq!(rig.device.counts().late, 8, "a start while sending");
     rig.send(HINTS, &block);
     rig.command(HINTS, STOP);
     assert_eq!(answers.take().len(), 3);
     rig.command(HINTS, second);
     rig.send(HINTS, &block);
     rig.command(HINTS, STOP);
-    assert_eq!(rig.device.counts().late, 8, "after the stop");
+    assert_eq!(rig.device.counts().late, 11, "after the stop");
     assert_eq!(answers.take(), []);
 }
 

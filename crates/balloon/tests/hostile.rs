@@ -9,6 +9,7 @@ use balloon::{Config, DiscardPolicy};
 use machine::{Answer, FreePages};
 use pages::Layout;
 use proptest::prelude::*;
+use serde_json::Value;
 use std::sync::Arc;
 use support::*;
 use vm_memory::{Bytes, GuestAddress};
@@ -238,8 +239,85 @@ proptest! {
 
     #[test]
     fn state_of_random_bytes(data in prop::collection::vec(any::<u8>(), 0..200)) {
-        let rig = Rig::new(Standard, 0);
-        let section = machine::Section { name: "balloon".to_owned(), version: 1, data };
-        prop_assert!(rig.device.lock().restore(&section).is_err());
+        let (rig, section) = saved(Standard);
+        let refused = rig.device.lock().restore(&machine::Section { data, ..section });
+        prop_assert!(refused.is_err());
+    }
+
+    #[test]
+    fn state_that_was_changed_on_its_way(
+        dialect in prop::sample::select(vec![Standard, Bitmap, BitmapRfc]),
+        numbers in prop::collection::vec((any::<prop::sample::Index>(), number()), 0..3),
+        flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..3),
+    ) {
+        let (rig, mut section) = saved(dialect);
+        let untouched = numbers.is_empty() && flips.is_empty();
+        let mut state: Value = serde_json::from_slice(&section.data).unwrap();
+        for (index, number) in numbers {
+            let mut all = Vec::new();
+            numbers_in(&mut state, &mut all);
+            let which = index.index(all.len());
+            *all[which] = number.into();
+        }
+        section.data = serde_json::to_vec(&state).unwrap();
+        for (index, byte) in flips {
+            let at = index.index(section.data.len());
+            section.data[at] = byte;
+        }
+        let mut device = rig.device.lock();
+        device.reset();
+        if device.restore(&section).is_err() {
+            prop_assert!(!untouched, "what was saved is taken over");
+            prop_assert!(!device.is_active() && device.ballooned().is_empty());
+            return Ok(());
+        }
+        // Whatever it says, it is the state of a device: that goes on, and can be saved again.
+        prop_assert!(device.target() <= rig.layout.total_pages());
+        device.resume();
+        for queue in 0..5 {
+            device.notify(queue);
+        }
+        let again = device.save();
+        device.restore(&again).unwrap();
+    }
+}
+
+/// The saved state of a device with all there is: pages in the balloon, a bitmap that was the last, buffers that are held.
+fn saved(dialect: Dialect) -> (Rig, machine::Section) {
+    let features = match dialect {
+        Standard => STATS_VQ | FREE_PAGE_HINT | PAGE_POISON | REPORTING,
+        Bitmap => PAGE_BITMAP | STATS_VQ | MISC_VQ,
+        BitmapRfc => PAGE_BITMAP | STATS_VQ,
+    };
+    let mut rig = Rig::new(dialect, features);
+    if dialect == Standard {
+        rig.send_pfns(0, &[5000, 5001, 7000]);
+    } else {
+        rig.send_pages(0, &[range(5001, 50), range(7001, 3)]);
+    }
+    rig.send(2, &[(BUFFERS, 10, false)]);
+    if dialect == Bitmap {
+        rig.send(3, &[(BUFFERS, 16, true)]);
+    }
+    let section = rig.device.lock().save();
+    (rig, section)
+}
+
+fn number() -> impl Strategy<Value = u64> {
+    prop_oneof![
+        0u64..70,
+        16_380u64..16_390,
+        (0u64..64).prop_map(|bit| 1 << bit),
+        any::<u64>()
+    ]
+}
+
+/// Every number in `value`.
+fn numbers_in<'a>(value: &'a mut Value, all: &mut Vec<&'a mut Value>) {
+    match value {
+        Value::Number(_) => all.push(value),
+        Value::Array(values) => values.iter_mut().for_each(|value| numbers_in(value, all)),
+        Value::Object(fields) => fields.values_mut().for_each(|value| numbers_in(value, all)),
+        _ => {}
     }
 }

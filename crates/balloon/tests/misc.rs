@@ -163,12 +163,12 @@ fn quirk_05_ids_are_never_used_twice_and_late_answers_are_dropped() {
     let second = ask(&mut rig, &answers, 1);
     assert_eq!((first, second), (1, 2));
     answer(&mut rig, header(DONE, first, 0, 2048), &[0xff; 2048]);
-    assert_eq!(rig.device.counts().late, 1);
+    assert_eq!(rig.device.counts().late, 2, "another request's id");
     assert_eq!(answers.take(), []);
     answer(&mut rig, header(DONE, second, 0, 2048), &[0xff; 2048]);
     answer(&mut rig, header(DONE, second, 0, 2048), &[0xff; 2048]);
     assert_eq!(answers.take().len(), 3);
-    assert_eq!(rig.device.counts().late, 2, "said twice");
+    assert_eq!(rig.device.counts().late, 3, "said twice");
 }
 
 #[test]
@@ -193,6 +193,7 @@ fn quirk_06_a_last_partial_byte_and_an_empty_done() {
     let free = Answer::Free(vec![range(0, 262_141)]);
     let expected = [free, Answer::Covered(range(0, 262_141)), Answer::Finished];
     assert_eq!(answers.take(), expected.map(|a| (3, a)));
+    assert_eq!(rig.device.counts().bad_pfns, 3 + 64 * 8);
 }
 
 #[test]
@@ -230,7 +231,9 @@ fn quirk_04_a_window_that_is_not_due_makes_the_whole_answer_worthless() {
             answer(&mut rig, header(*flag, id, *start, *len), &bitmap[..*len as usize]);
         }
         assert_eq!(answers.take(), [(1, Answer::Finished)], "sequence {i}");
-        assert_eq!(rig.device.counts().malformed, 1, "sequence {i}");
+        let counts = rig.device.counts();
+        let counted = (counts.malformed, counts.stray_windows, counts.torn);
+        assert_eq!(counted, (1, 1, 0), "sequence {i}");
         rig.device.end(1).unwrap();
         // The next question works.
         let id = ask(&mut rig, &answers, 2);
@@ -311,14 +314,21 @@ fn quirk_12_and_quirk_13_a_header_is_checked_strictly_and_does_no_harm() {
     ];
     for (i, h) in bad.iter().enumerate() {
         answer(&mut rig, *h, &[0xff; 2048]);
-        assert_eq!(rig.device.counts().malformed, i as u64 + 1, "header {i}");
+        let counts = rig.device.counts();
+        let so_far = i as u64 + 1;
+        assert_eq!((counts.malformed, counts.bad_headers), (so_far, so_far), "header {i}");
         assert_eq!(answers.take(), []);
     }
     // Too short for a header, an array of page frame numbers, outside memory.
     for (at, len) in [(ANSWER, 0), (ANSWER, 31), (ANSWER, 16), (64 << 20, 4096)] {
         rig.send(MISC, &[(at, len, false)]);
     }
-    assert_eq!(rig.device.counts().malformed, 19);
+    let counts = rig.device.counts();
+    assert_eq!(
+        (counts.malformed, counts.bad_headers),
+        (19, 18),
+        "all but the one outside memory"
+    );
     answer(&mut rig, good, &[0; 2048]);
     let expected = [Answer::Covered(range(0, 16384)), Answer::Finished];
     assert_eq!(answers.take(), expected.map(|a| (1, a)), "the session was still open");
@@ -492,5 +502,6 @@ fn windows_that_overlap_make_the_answer_worthless() {
     answer(&mut rig, header(CONT, id, 0, WINDOW / 8), &[0xff; WINDOW as usize / 8]);
     answer(&mut rig, header(DONE, id, WINDOW - 64, 16), &[0xff; 16]);
     assert_eq!(answers.take(), [(1, Answer::Finished)]);
-    assert_eq!(rig.device.counts().malformed, 1);
+    let counts = rig.device.counts();
+    assert_eq!((counts.malformed, counts.stray_windows), (1, 1));
 }

@@ -158,6 +158,39 @@ fn a_balloon_of_bitmaps_goes_along_and_goes_on() {
 }
 
 #[test]
+fn quirk_11_what_the_driver_s_bitmap_held_last_goes_along() {
+    for dialect in [Bitmap, BitmapRfc] {
+        let mut rig = Rig::new(dialect, PAGE_BITMAP | MUST_TELL_HOST);
+        rig.send_pages(0, &[range(5001, 500)]);
+        let section = rig.device.lock().save();
+        let mut rig = moved(rig, &section).unwrap();
+        assert_eq!(rig.ballooned(), [range(5001, 500)]);
+        rig.send_pages(0, &[range(5001, 500)]);
+        assert_eq!(
+            rig.ballooned(),
+            [],
+            "compaction, though the first time was before the migration"
+        );
+        assert_eq!(rig.device.lock().counters().stale_bitmaps, 1);
+    }
+    // An answer in between: what is in the driver's one bitmap is not what it inflated.
+    let mut rig = Rig::new(Bitmap, PAGE_BITMAP | MUST_TELL_HOST | MISC_VQ);
+    rig.send_pages(0, &[range(5001, 500)]);
+    rig.send(3, &[(2 * BUFFERS, 16, true)]);
+    rig.device.begin(1, Answers::default().sink()).unwrap();
+    let mut answer = bitmap_buffer(Bitmap, 0, &[0xff; 8]);
+    answer[4] = 1;
+    answer[8] = 1;
+    rig.write(BUFFERS, &answer);
+    rig.send(3, &[(BUFFERS, answer.len() as u32, false)]);
+    assert_eq!(rig.device.counts().answers, 1);
+    let section = rig.device.lock().save();
+    let mut rig = moved(rig, &section).unwrap();
+    rig.send_pages(0, &[range(1, 63)]);
+    assert_eq!(rig.ballooned(), [], "these may be the answer's bits");
+}
+
+#[test]
 fn kicks_that_were_lost_on_the_way_are_caught_up_with() {
     let mut rig = Rig::new(Standard, 0);
     rig.write(BUFFERS, &5000u32.to_le_bytes());

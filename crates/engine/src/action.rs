@@ -1,7 +1,7 @@
 //! What goes into the state machines (events) and what comes out of them (actions). All of it plain data.
 
 use crate::Outcome;
-use machine::{Answer, AnswerCounts, GuestMemoryStats, MachineState};
+use machine::{Answer, BalloonCounts, GuestMemoryStats, MachineState};
 use pages::{PageRange, PageSet};
 use wire::{Hello, Message};
 
@@ -48,6 +48,8 @@ pub enum Step {
     EndHints,
     /// [`SourceAction::Send`] and [`SourceAction::EndRound`]
     Send,
+    /// [`SourceAction::Recheck`]
+    Recheck,
     /// [`SourceAction::Harvest`]
     Harvest,
     /// [`SourceAction::Pause`]
@@ -115,6 +117,8 @@ pub enum SourceAction {
         /// Which.
         round: u32,
     },
+    /// Look at the balloon again, before each harvest; before the last one the guest is paused. -> `Rechecked`
+    Recheck,
     /// Read the dirty log, which destroys it. -> `Harvested`
     Harvest,
     /// Pause the guest and drain its devices. -> `Paused`
@@ -149,6 +153,7 @@ impl SourceAction {
             SourceAction::Peek(_) => Step::Peek,
             SourceAction::EndHints { .. } => Step::EndHints,
             SourceAction::Send { .. } | SourceAction::EndRound { .. } => Step::Send,
+            SourceAction::Recheck => Step::Recheck,
             SourceAction::Harvest => Step::Harvest,
             SourceAction::Pause => Step::Pause,
             SourceAction::Save => Step::Save,
@@ -182,6 +187,17 @@ pub struct Scanned {
     pub allocates: bool,
     /// Its poison, where negotiated and not 0.
     pub poison: Option<u32>,
+    /// What the balloon had counted before: this migration's counts begin here.
+    pub counts: BalloonCounts,
+}
+
+/// What another look at the balloon found.
+#[derive(Clone, Debug)]
+pub struct Rechecked {
+    /// Pages in the balloon now, where it can tell.
+    pub ballooned: Option<PageSet>,
+    /// What it has counted so far.
+    pub counts: BalloonCounts,
 }
 
 /// See [`SourceAction::Peek`].
@@ -214,7 +230,7 @@ pub enum SourceEvent {
     /// See [`SourceAction::Peek`].
     Peeked(Peeked),
     /// See [`SourceAction::EndHints`].
-    HintsEnded(AnswerCounts),
+    HintsEnded(BalloonCounts),
     /// A chunk has left.
     Sent {
         /// The stream that sent it.
@@ -228,6 +244,8 @@ pub enum SourceEvent {
         /// Bytes of page content.
         payload_bytes: u64,
     },
+    /// See [`SourceAction::Recheck`].
+    Rechecked(Box<Rechecked>),
     /// See [`SourceAction::Harvest`].
     Harvested(PageSet),
     /// See [`SourceAction::Pause`].

@@ -24,6 +24,7 @@ fn scanned(present_mib: u64, used_mib: Option<u64>, allocates: bool) -> Scanned 
         can_ask: Ok(()),
         allocates,
         poison: None,
+        counts: machine::BalloonCounts::default(),
     }
 }
 

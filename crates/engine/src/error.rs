@@ -135,6 +135,7 @@ impl fmt::Display for Step {
             Step::Peek => "looking at what the guest wrote",
             Step::EndHints => "ending the question to the guest",
             Step::Send => "sending pages",
+            Step::Recheck => "looking at the balloon again",
             Step::Harvest => "reading the dirty log",
             Step::Pause => "pausing the guest",
             Step::Save => "saving the machine's state",

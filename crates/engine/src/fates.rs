@@ -98,6 +98,11 @@ impl Fates {
         free
     }
 
+    /// Pages that were skipped because they lay in the balloon, and not sent since.
+    pub(crate) fn ballooned(&self) -> &PageSet {
+        &self.ballooned
+    }
+
     /// The counts.
     pub(crate) fn report(&self) -> PagesReport {
         PagesReport {

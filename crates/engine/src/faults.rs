@@ -17,6 +17,8 @@ pub enum Fault {
     ForgetEndHints,
     /// Pages harvested while the guest ran are forgotten at the pause.
     ForgetHarvest,
+    /// Pages that left the balloon after they were skipped are not looked for.
+    ForgetRecheck,
     /// The source resumes its guest when the answer to `Commit` does not come.
     ResumeAfterCommit,
     /// The destination resumes as soon as it is ready.

@@ -27,8 +27,8 @@ mod source;
 mod timers;
 
 pub use action::{
-    Chunk, ChunkId, Content, DestinationAction, DestinationEvent, Peeked, ReceivedRun, RunKind, Scanned, SourceAction,
-    SourceEvent, Step,
+    Chunk, ChunkId, Content, DestinationAction, DestinationEvent, Peeked, ReceivedRun, Rechecked, RunKind, Scanned,
+    SourceAction, SourceEvent, Step,
 };
 pub use config::{Ask, DestinationConfig, OnTimeout, SkipSet, SourceConfig};
 pub use destination::Destination;

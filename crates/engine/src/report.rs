@@ -1,6 +1,7 @@
 //! The report: what happened, in figures. The keys are the command line's contract.
 
 use crate::Ending;
+use machine::BalloonCounts;
 use serde::{Deserialize, Serialize};
 
 /// Whose report.
@@ -156,10 +157,67 @@ pub struct BalloonReport {
     pub answers: u64,
     /// Answers that came to no open question.
     pub late: u64,
-    /// Answers that failed a check.
+    /// Buffers of any of its queues that failed a check.
     pub malformed: u64,
     /// Whether the session ran into its time-out.
     pub timed_out: bool,
+    /// Of `malformed`: buffers whose bitmap header failed the strict check.
+    #[serde(default)]
+    pub bad_headers: u64,
+    /// Of `malformed`: bitmaps that changed while they were read.
+    #[serde(default)]
+    pub torn: u64,
+    /// Of `malformed`: windows of an answer that overlap, or come with some left out.
+    #[serde(default)]
+    pub stray_windows: u64,
+    /// Inflations that only said that compaction had moved pages: nothing in the balloon was believed from there on.
+    #[serde(default)]
+    pub stale_bitmaps: u64,
+    /// Page numbers and bits that name no RAM.
+    #[serde(default)]
+    pub bad_pfns: u64,
+    /// Kicks on queues that are not in use.
+    #[serde(default)]
+    pub ignored_kicks: u64,
+    /// Queues that were stopped because their rings are broken.
+    #[serde(default)]
+    pub broken_queues: u64,
+    /// Calls that gave memory back to the host.
+    #[serde(default)]
+    pub discards: u64,
+    /// Pages given back by those calls.
+    #[serde(default)]
+    pub discarded_pages: u64,
+    /// Of `discards`: those that the host refused.
+    #[serde(default)]
+    pub discard_errors: u64,
+    /// Pages that the guest reported as free unasked.
+    #[serde(default)]
+    pub reported_pages: u64,
+    /// Writes to parts of the configuration space that are not the guest's.
+    #[serde(default)]
+    pub ignored_config_writes: u64,
+}
+
+impl BalloonReport {
+    /// Takes over what was counted in this migration.
+    pub(crate) fn count(&mut self, counts: BalloonCounts) {
+        self.answers = counts.answers;
+        self.late = counts.late;
+        self.malformed = counts.malformed;
+        self.bad_headers = counts.bad_headers;
+        self.torn = counts.torn;
+        self.stray_windows = counts.stray_windows;
+        self.stale_bitmaps = counts.stale_bitmaps;
+        self.bad_pfns = counts.bad_pfns;
+        self.ignored_kicks = counts.ignored_kicks;
+        self.broken_queues = counts.broken_queues;
+        self.discards = counts.discards;
+        self.discarded_pages = counts.discarded_pages;
+        self.discard_errors = counts.discard_errors;
+        self.reported_pages = counts.reported_pages;
+        self.ignored_config_writes = counts.ignored_config_writes;
+    }
 }
 
 /// Whether pages were packed on their way.

@@ -86,6 +86,15 @@ fn planted_forget_harvest() {
 }
 
 #[test]
+fn planted_forget_recheck() {
+    let broken = caught(Fault::ForgetRecheck, none);
+    assert!(
+        broken.contains("in use") || broken.contains("counted as ballooned"),
+        "{broken}"
+    );
+}
+
+#[test]
 fn planted_resume_after_commit() {
     let broken = caught(Fault::ResumeAfterCommit, message_lost);
     assert!(

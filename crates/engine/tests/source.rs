@@ -5,7 +5,7 @@ mod hand;
 
 use engine::{Chunk, Content, Ending, Peeked, SourceConfig, SourceEvent, Step};
 use hand::{Hand, config, r};
-use machine::{Answer, AnswerCounts, MachineState};
+use machine::{Answer, BalloonCounts, MachineState};
 use pages::Pfn;
 use std::time::Duration;
 use wire::{AbortCause, Accept, Message, NotRunning, Running};
@@ -263,7 +263,7 @@ fn messages_out_of_order_are_refused_by_name() {
     }
     let mut hand = Hand::asking(config(), 64, false);
     hand.says(Answer::Finished)
-        .on(SourceEvent::HintsEnded(AnswerCounts::default()));
+        .on(SourceEvent::HintsEnded(BalloonCounts::default()));
     hand.send_all();
     hand.hears(Message::RoundReceived { round: 3 });
     hand.undo();

@@ -18,15 +18,69 @@ pub enum Answer {
 /// Where answers go: called with the session they answer, from whatever thread serves the guest's queue. Must be quick.
 pub type AnswerSink = Arc<dyn Fn(u32, Answer) + Send + Sync>;
 
-/// What was wrong with answers, counted since the question.
+/// What a guest's balloon counted over its life: counts only grow, and a migration's own are a difference of two
+/// ([`BalloonCounts::since`]). What is rejected is counted, not logged one by one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct AnswerCounts {
-    /// Buffers that were answers to this question.
+pub struct BalloonCounts {
+    /// Buffers that were answers to an open question.
     pub answers: u64,
-    /// Answers to no open question: of an earlier session, after the end, or outside one. Dropped.
+    /// Answers to no open question: of an earlier one, after the end, said twice, or outside one. Dropped.
     pub late: u64,
-    /// Answers that failed a check. Dropped.
+    /// Buffers of any queue that failed a check. Dropped, or honoured up to a bound.
     pub malformed: u64,
+    /// Of `malformed`: answers and inflate and deflate buffers that should carry a bitmap and whose header failed the
+    /// strict check. Arrays of a driver that fell back to them, headers of another byte order, buffers cut short, answers
+    /// to a request that was never made.
+    pub bad_headers: u64,
+    /// Of `malformed`: buffers with a bitmap that changed while they were read.
+    pub torn: u64,
+    /// Of `malformed`: windows of an answer that were not the one that was due, as they overlap those before or leave some
+    /// out. The whole answer is dropped.
+    pub stray_windows: u64,
+    /// Inflate buffers with the bits of the buffer before them, as compaction sends them: nothing in the balloon was
+    /// believed from there on, as a page left it without a word.
+    pub stale_bitmaps: u64,
+    /// Page frame numbers and bits that name no RAM (holes of the layout, past its end). Ignored.
+    pub bad_pfns: u64,
+    /// Kicks on queues that were not negotiated, not set up, or stopped. Ignored.
+    pub ignored_kicks: u64,
+    /// Queues that were stopped because their rings are broken.
+    pub broken_queues: u64,
+    /// Calls that gave memory back to the host.
+    pub discards: u64,
+    /// Pages given back by those calls.
+    pub discarded_pages: u64,
+    /// Of `discards`: those that the host refused.
+    pub discard_errors: u64,
+    /// Pages that the guest reported as free unasked (REPORTING), discarded or not.
+    pub reported_pages: u64,
+    /// Writes to parts of the configuration space that are not the guest's. Ignored.
+    pub ignored_config_writes: u64,
+}
+
+impl BalloonCounts {
+    /// What was counted since `earlier`, which the same balloon counted before.
+    #[must_use]
+    pub fn since(self, earlier: BalloonCounts) -> BalloonCounts {
+        let less = u64::saturating_sub;
+        BalloonCounts {
+            answers: less(self.answers, earlier.answers),
+            late: less(self.late, earlier.late),
+            malformed: less(self.malformed, earlier.malformed),
+            bad_headers: less(self.bad_headers, earlier.bad_headers),
+            torn: less(self.torn, earlier.torn),
+            stray_windows: less(self.stray_windows, earlier.stray_windows),
+            stale_bitmaps: less(self.stale_bitmaps, earlier.stale_bitmaps),
+            bad_pfns: less(self.bad_pfns, earlier.bad_pfns),
+            ignored_kicks: less(self.ignored_kicks, earlier.ignored_kicks),
+            broken_queues: less(self.broken_queues, earlier.broken_queues),
+            discards: less(self.discards, earlier.discards),
+            discarded_pages: less(self.discarded_pages, earlier.discarded_pages),
+            discard_errors: less(self.discard_errors, earlier.discard_errors),
+            reported_pages: less(self.reported_pages, earlier.reported_pages),
+            ignored_config_writes: less(self.ignored_config_writes, earlier.ignored_config_writes),
+        }
+    }
 }
 
 /// What the balloon's statistics queue last said.
@@ -55,7 +109,9 @@ pub trait FreePages: Send {
     /// What the guest last said of its memory; `None` if it never did or the host has no statistics queue.
     fn stats(&mut self) -> Option<GuestMemoryStats>;
 
-    /// The pages that the balloon holds now: theirs is no content worth sending.
+    /// The pages that the balloon holds now: theirs is no content worth sending. `None`: it has none, or its guest is not to
+    /// be believed about them. Read after tracking is on, and again before each harvest, the last time while the guest is
+    /// paused: a page that was there and is there no longer is sent.
     fn ballooned(&mut self) -> Option<PageSet>;
 
     /// The 32-bit value that the guest fills free pages with, where it said so (PAGE_POISON) and it is not 0.
@@ -77,8 +133,8 @@ pub trait FreePages: Send {
         self.end(session)
     }
 
-    /// Counts since the last `begin`.
-    fn counts(&self) -> AnswerCounts;
+    /// What was counted so far, over the balloon's life.
+    fn counts(&self) -> BalloonCounts;
 }
 
 /// A guest without a balloon, or one that is not asked.
@@ -114,7 +170,7 @@ impl FreePages for NoBalloon {
         Ok(())
     }
 
-    fn counts(&self) -> AnswerCounts {
-        AnswerCounts::default()
+    fn counts(&self) -> BalloonCounts {
+        BalloonCounts::default()
     }
 }

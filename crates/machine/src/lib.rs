@@ -18,7 +18,7 @@ mod state;
 mod tracker;
 
 pub use config::{BalloonConfig, MachineConfig, Mismatch};
-pub use free_pages::{Answer, AnswerCounts, AnswerSink, FreePages, GuestMemoryStats, NoBalloon};
+pub use free_pages::{Answer, AnswerSink, BalloonCounts, FreePages, GuestMemoryStats, NoBalloon};
 pub use ram::{GuestRam, PageKind};
 pub use state::{MachineState, Section};
 pub use tracker::DirtyTracker;

@@ -3,7 +3,7 @@
 //! One bit a 4 KiB page in RAM order, least significant bit of byte 0 first, `total_pages / 8` bytes rounded up.
 
 use crate::error::{Error, Result};
-use machine::{Answer, AnswerCounts, AnswerSink, FreePages, GuestMemoryStats};
+use machine::{Answer, AnswerSink, BalloonCounts, FreePages, GuestMemoryStats};
 use pages::{Layout, PageRange, PageSet};
 
 use std::io::Read;
@@ -17,7 +17,7 @@ const RANGES: usize = 4096;
 #[derive(Debug)]
 pub struct FreeMap {
     free: PageSet,
-    counts: AnswerCounts,
+    counts: BalloonCounts,
 }
 
 impl FreeMap {
@@ -48,7 +48,7 @@ impl FreeMap {
     pub fn new(free: PageSet) -> FreeMap {
         FreeMap {
             free,
-            counts: AnswerCounts::default(),
+            counts: BalloonCounts::default(),
         }
     }
 
@@ -86,7 +86,6 @@ impl FreePages for FreeMap {
         if session == 0 {
             return Err(machine::Error::Refused("a free map was asked in session 0".to_owned()));
         }
-        self.counts = AnswerCounts::default();
         let mut runs = self.free.runs();
         loop {
             let batch: Vec<PageRange> = runs.by_ref().take(RANGES).collect();
@@ -108,7 +107,7 @@ impl FreePages for FreeMap {
         Ok(())
     }
 
-    fn counts(&self) -> AnswerCounts {
+    fn counts(&self) -> BalloonCounts {
         self.counts
     }
 }

@@ -18,6 +18,7 @@ mod atomic_pages;
 mod backing;
 mod content;
 mod device_memory;
+mod discard;
 mod error;
 pub mod free_map;
 mod guest_ram;

@@ -527,3 +527,21 @@ fn host_addresses_suit_kvms_large_mappings() {
         }
     }
 }
+
+#[test]
+fn much_memory_is_given_back_by_several_threads_and_each_range_is_told_of_once() {
+    const MIB: u64 = 256;
+    let ram = memory::GuestMemory::new(Arc::new(Layout::pc(192 * MIB).unwrap()), &Backing::Anonymous).unwrap();
+    ram.populate_all().unwrap();
+    let range = |start: u64, end: u64| PageRange::between(Pfn(start), Pfn(end));
+    // The second reaches past the end of RAM: refused whole or in part, and only that one.
+    let ranges = [range(3, 60 * MIB), range(190 * MIB, 200 * MIB), range(70 * MIB, 180 * MIB + 1)];
+    let mut told = Vec::new();
+    ram.discard_all(&ranges, &mut |range, result| told.push((range, result.is_ok())));
+    assert_eq!(told, [(ranges[0], true), (ranges[1], false), (ranges[2], true)]);
+    let present = ram.present().unwrap();
+    assert_eq!(present.count_range(ranges[0]) + present.count_range(ranges[2]), 0);
+    for kept in [range(0, 3), range(60 * MIB, 70 * MIB), range(180 * MIB + 1, 190 * MIB)] {
+        assert_eq!(present.count_range(kept), kept.count(), "{kept}");
+    }
+}

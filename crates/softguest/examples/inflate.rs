@@ -126,8 +126,9 @@ impl Hooks for Stages {
         self.guest.add(time);
     }
 
-    fn discard(&self, ram: &GuestMemory, range: PageRange) -> machine::Result<()> {
-        Ok(self.discarding(1, || ram.discard(range))?)
+    fn discard(&self, ram: &GuestMemory, ranges: &[PageRange], done: &mut dyn FnMut(PageRange, machine::Result<()>)) {
+        let done = &mut |range, result: memory::Result<()>| done(range, result.map_err(Into::into));
+        self.discarding(ranges.len() as u64, || ram.discard_all(ranges, done));
     }
 
     fn kicked(&self, device: &SharedBalloon<Ram>, interrupts: &dyn Interrupts, queue: u16) {

@@ -71,7 +71,11 @@ struct Giver(Arc<GuestMemory>, Arc<dyn Hooks>);
 
 impl balloon::Discard for Giver {
     fn discard(&self, range: PageRange) -> machine::Result<()> {
-        self.1.discard(&self.0, range)
+        Ok(self.0.discard(range)?)
+    }
+
+    fn discard_all(&self, ranges: &[PageRange], done: &mut dyn FnMut(PageRange, machine::Result<()>)) {
+        self.1.discard(&self.0, ranges, done);
     }
 
     fn granule_pages(&self) -> u64 {

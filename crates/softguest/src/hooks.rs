@@ -25,12 +25,9 @@ pub trait Hooks: Send + Sync {
         let _ = (work, time);
     }
 
-    /// Gives `range` of `ram` back to the host.
-    ///
-    /// # Errors
-    /// What the host refuses.
-    fn discard(&self, ram: &GuestMemory, range: PageRange) -> machine::Result<()> {
-        Ok(ram.discard(range)?)
+    /// Gives `ranges` of `ram` back to the host, and tells `done` of each.
+    fn discard(&self, ram: &GuestMemory, ranges: &[PageRange], done: &mut dyn FnMut(PageRange, machine::Result<()>)) {
+        ram.discard_all(ranges, &mut |range, result| done(range, result.map_err(Into::into)));
     }
 
     /// Serves a kick of queue `queue`; an interrupt says to the guest that buffers were used.

@@ -23,6 +23,9 @@ pub struct Quirks {
     pub memory_grows: bool,
     /// Quirk 8: a last page at a multiple of 64 is left out of an inflate or deflate bitmap, and not told at all alone.
     pub drops_last_page: bool,
+    /// Quirk 11: a window without a page of those that are told clears the bitmap all the same, and sends nothing: compaction
+    /// then sends an all-clear one, from a page past the window on. Else what was sent last stays.
+    pub clears_for_empty_windows: bool,
     /// The flag of the last answer is still in the header of inflate and deflate bitmaps.
     pub leaves_flag_stale: bool,
     /// Quirk 10: an inflate bitmap has every page of the balloon from the lowest new one on; else the new ones.
@@ -49,6 +52,7 @@ impl Default for Quirks {
             drops_partial_byte: true,
             memory_grows: false,
             drops_last_page: true,
+            clears_for_empty_windows: true,
             leaves_flag_stale: true,
             reports_all_again: true,
             has_no_bitmap: false,
@@ -67,6 +71,7 @@ impl Quirks {
             takes_one_completion: false,
             drops_partial_byte: false,
             drops_last_page: false,
+            clears_for_empty_windows: false,
             leaves_flag_stale: false,
             reports_all_again: false,
             queues_before_driver_ok: false,

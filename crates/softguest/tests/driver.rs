@@ -315,7 +315,7 @@ fn forty_gib_are_answered_in_two_windows() {
         assert!(free.contains(Pfn((40 << 18) - 1)) && free.contains(Pfn(33 << 18)));
         parts.free_pages.end(session).unwrap();
         let counts = parts.free_pages.counts();
-        assert_eq!((counts.answers, counts.malformed), (2, 0));
+        assert_eq!((counts.answers, counts.malformed), (2 * u64::from(session), 0));
     }
 }
 
@@ -343,7 +343,7 @@ fn an_answer_of_more_windows_than_the_queue_holds_does_not_harm_the_guest() {
     let answers = Arc::new(Answers::default());
     parts.free_pages.begin(2, answers.sink()).unwrap();
     guest.run_for(Duration::from_millis(50)).unwrap();
-    assert_eq!(parts.free_pages.counts().answers, 0);
+    assert_eq!(parts.free_pages.counts().answers, 128);
     parts.free_pages.end(2).unwrap();
     guest.self_check().unwrap();
 }

@@ -48,16 +48,17 @@ def ensure_emulator():
     return found
 
 
-def _newest(pattern):
-    found = sorted(cache_dir().glob(pattern), key=lambda path: path.stat().st_mtime)
+def _newest(pattern, folder=None):
+    found = sorted((folder or cache_dir()).glob(pattern), key=lambda path: path.stat().st_mtime)
     return found[-1] if found else None
 
 
-def _fetch(package):
+def _fetch(package, folder=None):
     """Downloads and unpacks one package; its folder is named after the package and its version."""
     progress(f"fetching {package}")
-    cache_dir().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="fetch-", dir=cache_dir()) as work:
+    folder = folder or cache_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="fetch-", dir=folder) as work:
         # apt drops its rights to the user _apt for a download and warns when that one cannot write here; it goes on.
         run(f"downloading {package}", ["apt-get", "download", package], cwd=work)
         archives = list(Path(work).glob("*.deb"))
@@ -66,7 +67,7 @@ def _fetch(package):
         tree = Path(work) / "tree"
         run(f"unpacking {package}", ["dpkg", "-x", str(archives[0]), str(tree)])
         # apt writes the colon of an epoch as %3a.
-        target = cache_dir() / archives[0].stem.replace("%3a", ":")
+        target = folder / archives[0].stem.replace("%3a", ":")
         shutil.rmtree(target, ignore_errors=True)
         tree.rename(target)
     return target
@@ -96,3 +97,26 @@ def kernel_and_busybox(refresh):
     if not busybox:
         raise ScriptError(f"no busybox in the busybox-static package under {cache_dir()}; try --refresh")
     return kernel, busybox
+
+
+def kernel_of(line):
+    """The path of vmlinuz of Debian's newest cloud kernel of a line, such as 6.12: from the cache, or fetched."""
+    stock, _ = kernel_and_busybox(refresh=False)
+    if stock.name.startswith(f"vmlinuz-{line}."):
+        return stock
+    # In a folder of its own: the newest kernel beside the stock one would be taken for it.
+    folder = cache_dir() / f"line-{line}"
+    kernel = _newest("linux-image-*/boot/vmlinuz-*", folder)
+    if kernel:
+        return kernel
+    update_lists()
+    pattern = f"^linux-image-{re.escape(line)}\\.[^ ]*-cloud-amd64$"
+    said = run(f"looking for a kernel {line}", ["apt-cache", "search", "--names-only", pattern])
+    found = [text.partition(" ")[0] for text in said.splitlines()]
+    if not found:
+        raise ScriptError(f"apt knows no cloud kernel {line}")
+    _fetch(max(found, key=lambda name: [int(number) for number in re.findall(r"\d+", name)]), folder)
+    kernel = _newest("linux-image-*/boot/vmlinuz-*", folder)
+    if not kernel:
+        raise ScriptError(f"no vmlinuz in the kernel package under {folder}")
+    return kernel

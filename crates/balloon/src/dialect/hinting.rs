@@ -16,7 +16,7 @@
 //! Invariants: direction tells commands from blocks, length does not. An id is good for one session: a start that is
 //! replayed, an id of an earlier session, and blocks in any state but Sending are late, counted and ignored.
 
-use crate::counters::Tally;
+use crate::counters::{Counters, Tally};
 use crate::queue::{Chain, Fate};
 use crate::session::Outlet;
 use crate::{Error, Result};
@@ -145,7 +145,7 @@ impl Hinting {
         mem: &M,
         chain: &Chain,
         layout: &Layout,
-        tally: &mut Tally<'_>,
+        tally: &mut Counters,
     ) -> Fate {
         if chain.readable().next().is_some() {
             self.command(mem, chain, layout, tally);
@@ -156,7 +156,7 @@ impl Hinting {
         Fate::Used(0)
     }
 
-    fn command<M: GuestMemory>(&mut self, mem: &M, chain: &Chain, layout: &Layout, tally: &mut Tally<'_>) {
+    fn command<M: GuestMemory>(&mut self, mem: &M, chain: &Chain, layout: &Layout, tally: &mut Counters) {
         let mut bytes = Vec::new();
         let read = chain.gather(mem, 0, 4, &mut bytes);
         let command = match <[u8; 4]>::try_from(bytes.as_slice()) {
@@ -176,11 +176,11 @@ impl Hinting {
         }
     }
 
-    fn blocks(&mut self, chain: &Chain, layout: &Layout, tally: &mut Tally<'_>) {
+    fn blocks(&mut self, chain: &Chain, layout: &Layout, tally: &mut Counters) {
         let Some(open) = self.open.as_mut().filter(|open| open.phase == Phase::Sending) else {
             return tally.late("free blocks outside a session");
         };
-        tally.answer();
+        tally.answers += 1;
         for segment in chain.writable() {
             match PageRange::inside_bytes(segment.address, u64::from(segment.len)) {
                 Some(block) => open.outlet.free(layout, block),

@@ -9,18 +9,18 @@
 //! - The driver takes one completion an interrupt, and eats a request that has another cmd or length. So: cmd 0 alone,
 //!   16 bytes used for requests and 0 for answers, one interrupt a completion, a request is never sent again. When a
 //!   session ends unanswered, the interrupt is raised once more: it frees a request that is stuck behind an answer.
-//! - All windows share one guest buffer, which the driver reuses without waiting. A buffer is read once, in whole; its
-//!   header must be that of the window that is due, before and after the bitmap is read. A window that is not due makes
+//! - All windows share one guest buffer, which the driver reuses without waiting. A buffer is read once, in whole, and all
+//!   of it once more, to see that it was left alone (see [`crate::window`]). A window that is not due makes
 //!   the whole answer worthless. So answers are gathered, and handed over only when DONE shows that they are whole.
 //! - Memory added meanwhile gives CONT without DONE: the asker's time-out ends it, and nothing of it is used.
 //! - Request ids are 1 to 2^32 - 1 (a 32-bit guest truncates) and are never used twice; 0 is what inflate headers say.
 //! - A guest of the other byte order echoes the id swapped, and is refused by that.
 
 use super::bitmap::{HEADER, Header};
-use crate::counters::Tally;
+use crate::counters::{Counters, Tally};
 use crate::queue::{Broken, Chain, Fate, Segment, VirtQueue};
 use crate::session::Outlet;
-use crate::window::MOST_WINDOW;
+use crate::window::{self, MOST_WINDOW};
 use crate::{Error, Result};
 use machine::AnswerSink;
 use pages::{Layout, PageRange, PageSet, Pfn};
@@ -60,8 +60,9 @@ pub(crate) struct Misc {
     issued: u32,
     posted: Option<Posted>,
     open: Option<Open>,
-    /// Scratch: one buffer.
+    /// Scratch: the header and the bitmap of one buffer.
     bytes: Vec<u8>,
+    bitmap: Vec<u8>,
 }
 
 impl Misc {
@@ -77,6 +78,7 @@ impl Misc {
             posted: None,
             open: None,
             bytes: Vec::new(),
+            bitmap: Vec::new(),
         }
     }
 
@@ -155,7 +157,7 @@ impl Misc {
         &mut self,
         mem: &M,
         queue: &mut VirtQueue,
-        tally: &mut Tally<'_>,
+        tally: &mut Counters,
     ) -> std::result::Result<bool, Broken> {
         let Some(open) = self.open.as_mut().filter(|o| !o.sent && !o.outlet.is_finished()) else {
             return Ok(false);
@@ -182,7 +184,7 @@ impl Misc {
     }
 
     /// Serves one chain of the misc queue: a request buffer is held, an answer is read and returned.
-    pub(crate) fn serve<M: GuestMemory>(&mut self, mem: &M, chain: &Chain, tally: &mut Tally<'_>) -> Fate {
+    pub(crate) fn serve<M: GuestMemory>(&mut self, mem: &M, chain: &Chain, tally: &mut Counters) -> Fate {
         if chain.has_writable() {
             return self.post(chain, tally);
         }
@@ -190,7 +192,7 @@ impl Misc {
         Fate::Used(0)
     }
 
-    fn post(&mut self, chain: &Chain, tally: &mut Tally<'_>) -> Fate {
+    fn post(&mut self, chain: &Chain, tally: &mut Counters) -> Fate {
         let why = if chain.readable().next().is_some() {
             "a buffer has device-readable and device-writable descriptors"
         } else if self.posted.is_some() {
@@ -220,19 +222,18 @@ impl Misc {
         Fate::Used(0)
     }
 
-    fn answer<M: GuestMemory>(&mut self, mem: &M, chain: &Chain, tally: &mut Tally<'_>) {
-        let header = match chain.gather(mem, 0, HEADER, &mut self.bytes) {
-            Ok(()) => Header::parse(&self.bytes),
-            Err(_) => None,
-        };
-        let Some(header) = header else {
-            return tally.malformed("an answer does not lie in guest memory or is shorter than its header");
+    fn answer<M: GuestMemory>(&mut self, mem: &M, chain: &Chain, tally: &mut Counters) {
+        if chain.gather(mem, 0, HEADER, &mut self.bytes).is_err() {
+            return tally.malformed("an answer does not lie in guest memory");
+        }
+        let Some(header) = Header::parse(&self.bytes) else {
+            return tally.bad_header("an answer is shorter than its header");
         };
         if let Some(why) = header.fault(chain.readable_bytes() - HEADER as u64) {
-            return tally.malformed(why);
+            return tally.bad_header(why);
         }
         if header.flag != CONT && header.flag != DONE {
-            return tally.malformed("its flag is neither CONT nor DONE");
+            return tally.bad_header("its flag is neither CONT nor DONE");
         }
         let issued = u64::from(self.issued);
         let Some(open) = self
@@ -243,20 +244,24 @@ impl Misc {
             if (1..=issued).contains(&header.req_id) {
                 return tally.late("a bitmap of a request that is not open");
             }
-            return tally.malformed("a bitmap of a request that was never made");
+            return tally.bad_header("a bitmap of a request that was never made");
         };
-        // The bitmap, once and in whole; then the header again, for a window that was overwritten meanwhile.
-        let read = chain.gather(mem, HEADER as u64, MOST_WINDOW, &mut self.bytes);
-        let mut again = Vec::new();
-        let torn = chain.gather(mem, 0, HEADER, &mut again).is_err() || Header::parse(&again) != Some(header);
-        let stuck = header.flag == CONT && header.bmap_len == 0;
-        if read.is_err() || torn || stuck || header.start_pfn != open.due {
-            tally.malformed("a window is not the one that is due: the whole answer is dropped");
+        // The bitmap, once and in whole; then both again, for a window that was overwritten meanwhile.
+        let read = chain.gather(mem, HEADER as u64, MOST_WINDOW, &mut self.bitmap);
+        let left_alone = window::is_still(mem, chain, HEADER, &self.bitmap)
+            && window::is_still(mem, chain, 0, &self.bytes[..HEADER]);
+        let torn = read.is_ok() && !left_alone;
+        let stray = header.start_pfn != open.due || (header.flag == CONT && header.bmap_len == 0);
+        if read.is_err() || torn || stray {
+            tally.malformed("a window was overwritten or is not the one that is due: the whole answer is dropped");
+            tally.torn += u64::from(torn);
+            tally.stray_windows += u64::from(stray && !torn);
             open.outlet.finish();
             return;
         }
-        tally.answer();
-        open.free.insert_bitmap(Pfn(header.start_pfn), &self.bytes);
+        tally.answers += 1;
+        let ram = open.free.insert_bitmap(Pfn(header.start_pfn), &self.bitmap);
+        tally.bad_pfns += window::ones(&self.bitmap) - ram;
         open.due = header.start_pfn.saturating_add(header.bmap_len * 8);
         if header.flag == DONE {
             open.deliver();

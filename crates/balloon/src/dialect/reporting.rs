@@ -37,15 +37,18 @@ pub(crate) fn report(
         }
     }
     if !keep {
-        for range in ranges {
-            if range.count() > *budget {
-                tracing::debug!(%range, "reported more than all of RAM in one go: not given back");
-                counters.malformed += 1;
-                break;
-            }
-            *budget -= range.count();
-            give_back(discard, range, counters);
+        let within = ranges.iter().take_while(|range| {
+            let left = budget.checked_sub(range.count());
+            *budget = left.unwrap_or(*budget);
+            left.is_some()
+        });
+        let within = within.count();
+        if let Some(range) = ranges.get(within) {
+            tracing::debug!(%range, "reported more than all of RAM in one go: not given back");
+            counters.malformed += 1;
         }
+        ranges.truncate(within);
+        give_back(discard, &ranges, counters);
     }
     Fate::Used(0)
 }

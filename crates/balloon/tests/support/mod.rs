@@ -2,6 +2,8 @@
 #![allow(dead_code, reason = "each test binary uses a part of this")]
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 
+pub(crate) mod bitmaps;
+
 use balloon::{Balloon, Config, Dialect, Discard, Interrupts, QueueConfig, SharedBalloon, feature};
 use machine::{Answer, AnswerSink};
 use pages::{Layout, PageRange, Pfn};

@@ -10,7 +10,7 @@ use crate::ask::CostWatch;
 use crate::faults::Fault;
 use crate::timers::Timer;
 use crate::{Ask, BalloonReport, Peeked, SourceAction, Time};
-use machine::{Answer, AnswerCounts};
+use machine::{Answer, BalloonCounts};
 use pages::{Layout, PageSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,6 +31,9 @@ pub(super) struct Hints {
     ended_at: Option<Time>,
     /// Answers that came after their session had ended, as counted here.
     late: u64,
+    /// What the balloon had counted before this migration, and has by now.
+    counts_before: BalloonCounts,
+    counts_now: BalloonCounts,
     pub(super) report: BalloonReport,
 }
 
@@ -45,6 +48,8 @@ impl Hints {
             asked_at: None,
             ended_at: None,
             late: 0,
+            counts_before: BalloonCounts::default(),
+            counts_now: BalloonCounts::default(),
             report: BalloonReport::default(),
         }
     }
@@ -58,8 +63,19 @@ impl Hints {
     /// The report, with what was counted here and what the balloon counted.
     pub(super) fn report(&self) -> BalloonReport {
         let mut report = self.report.clone();
+        report.count(self.counts_now.since(self.counts_before));
         report.late += self.late;
         report
+    }
+
+    /// What the balloon had counted when this migration first looked.
+    pub(super) fn count_from(&mut self, counts: BalloonCounts) {
+        (self.counts_before, self.counts_now) = (counts, counts);
+    }
+
+    /// What it has counted by now.
+    pub(super) fn counted(&mut self, counts: BalloonCounts) {
+        self.counts_now = counts;
     }
 }
 
@@ -160,12 +176,6 @@ impl Source {
             self.add_reason(&format!("ended by the hint time-out of {after}"));
             self.end_hints();
         }
-    }
-
-    /// The session is over at the balloon too.
-    pub(super) fn hints_ended(&mut self, counts: AnswerCounts) {
-        let report = &mut self.hints.report;
-        (report.answers, report.late, report.malformed) = (counts.answers, counts.late, counts.malformed);
     }
 
     fn add_reason(&mut self, why: &str) {

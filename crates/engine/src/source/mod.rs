@@ -15,6 +15,8 @@
 //!
 //! - the guest is resumed here only while no `Commit` has left, or after the destination said that it will not run it;
 //! - what a harvest returned is given back on every way out but success, because reading a dirty log destroys it;
+//! - a page that was skipped because it lay in the balloon is sent once it does not lie there any more, the last look
+//!   being taken while the guest is paused;
 //! - the guest is asked only after tracking is on, an answer takes pages out of round 0's unsent pages alone, and the
 //!   session is ended before the next harvest and before the pause: so a page written since tracking began is sent;
 //! - a page is handed to a stream once in a round at most, and a round begins only after the destination has all of the
@@ -458,7 +460,8 @@ impl Source {
         match event {
             // These count even while things are being undone.
             SourceEvent::Harvested(pages) => return self.harvested(pages),
-            SourceEvent::HintsEnded(counts) => return self.hints_ended(counts),
+            SourceEvent::HintsEnded(counts) => return self.hints.counted(counts),
+            SourceEvent::Rechecked(rechecked) => return self.rechecked(&rechecked),
             _ if self.state == State::Undoing => return,
             _ => {}
         }
@@ -574,6 +577,7 @@ fn step_answered(event: &SourceEvent) -> Option<Step> {
         SourceEvent::HintsBegun => Step::BeginHints,
         SourceEvent::Peeked(_) => Step::Peek,
         SourceEvent::HintsEnded(_) => Step::EndHints,
+        SourceEvent::Rechecked(_) => Step::Recheck,
         SourceEvent::Harvested(_) => Step::Harvest,
         SourceEvent::Paused => Step::Pause,
         SourceEvent::Saved(_) => Step::Save,

@@ -9,7 +9,7 @@ use crate::ask::{CostWatch, Decision};
 use crate::bandwidth;
 use crate::error::Error;
 use crate::faults::Fault;
-use crate::{Chunk, ChunkId, Content, RoundReport, RunKind, Scanned, SourceAction, Time};
+use crate::{Chunk, ChunkId, Content, Rechecked, RoundReport, RunKind, Scanned, SourceAction, Time};
 use pages::{Layout, PageRange, PageSet, Pfn};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -272,6 +272,7 @@ impl Source {
         }
         self.hints.report.dialect = scanned.dialect.to_owned();
         self.hints.report.why = decision.why;
+        self.hints.count_from(scanned.counts);
         self.hints.poison = scanned.poison;
         self.hints.watch = CostWatch::new(scanned.allocates);
         self.begin_round(pending);
@@ -447,7 +448,30 @@ impl Source {
         self.switchover.harvest_is_last = self.moments.pause.is_some();
         self.rounds.harvest_from = self.now;
         self.state = State::Harvesting;
+        self.push(SourceAction::Recheck);
         self.push(SourceAction::Harvest);
+    }
+
+    /// The balloon was looked at again. A page that was skipped because it lay in it, and that does so no longer, is sent
+    /// whether it was written or not: a guest may have taken it back before tracking began and been found out only since.
+    pub(super) fn rechecked(&mut self, rechecked: &Rechecked) {
+        self.hints.counted(rechecked.counts);
+        if self.state != State::Harvesting {
+            return;
+        }
+        if rechecked.ballooned.as_ref().is_some_and(|set| !self.fits(set)) {
+            return self.fail(Error::Internal(
+                "the balloon's pages are of another RAM layout".to_owned(),
+            ));
+        }
+        if self.planted.has(Fault::ForgetRecheck) {
+            return;
+        }
+        let mut left = self.fates.ballooned().clone();
+        if let Some(still) = &rechecked.ballooned {
+            left.subtract(still);
+        }
+        self.rounds.left += self.rounds.unsent.union_with(&left);
     }
 
     /// The dirty log was read, and with that destroyed: from here on only this side knows these pages.

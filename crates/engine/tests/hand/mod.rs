@@ -1,10 +1,12 @@
 //! A source's executor, by hand: carries out nothing by itself, and remembers what it was told.
-#![allow(clippy::unwrap_used, unreachable_pub, missing_docs)]
+// Each test file uses a part of this.
+#![allow(clippy::unwrap_used, dead_code, unreachable_pub, missing_docs)]
 
 use engine::{
-    Ask, Chunk, Content, Ending, Outcome, Scanned, Source, SourceAction, SourceConfig, SourceEvent, Step, Time,
+    Ask, Chunk, Content, Ending, Outcome, Rechecked, Scanned, Source, SourceAction, SourceConfig, SourceEvent, Step,
+    Time,
 };
-use machine::{Answer, AnswerCounts, BalloonConfig, MachineConfig, MachineState};
+use machine::{Answer, BalloonConfig, BalloonCounts, MachineConfig, MachineState};
 use pages::{Layout, PageRange, PageSet, Pfn};
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,6 +21,11 @@ pub struct Hand {
     pub steps: Vec<Step>,
     pub end: Option<Outcome>,
     pub given_back: Option<PageSet>,
+    /// What the balloon holds and has counted, for each look at it.
+    pub ballooned: Option<PageSet>,
+    pub counts: BalloonCounts,
+    /// Looks that are owed, each before the harvest that it comes with.
+    rechecks: usize,
 }
 
 pub fn r(start: u64, count: u64) -> PageRange {
@@ -56,6 +63,9 @@ impl Hand {
             steps: Vec::new(),
             end: None,
             given_back: None,
+            ballooned: None,
+            counts: BalloonCounts::default(),
+            rechecks: 0,
         };
         hand.poll();
         hand
@@ -64,8 +74,10 @@ impl Hand {
     /// Carries out nothing: notes what is wanted.
     pub fn poll(&mut self) {
         while let Some(action) = self.source.poll_action() {
-            if action.is_on_guest() {
-                self.steps.push(action.step());
+            match action.step() {
+                Step::Recheck => self.rechecks += 1,
+                step if action.is_on_guest() => self.steps.push(step),
+                _ => {}
             }
             match action {
                 SourceAction::Transmit(message) => self.messages.push(message),
@@ -79,6 +91,18 @@ impl Hand {
 
     pub fn on(&mut self, event: SourceEvent) -> &mut Self {
         self.now += Duration::from_millis(1);
+        let harvest = Step::Harvest;
+        if matches!(&event, SourceEvent::Harvested(_))
+            || matches!(&event, SourceEvent::Failed { step, .. } if *step == harvest)
+        {
+            self.rechecks -= 1;
+            let rechecked = Rechecked {
+                ballooned: self.ballooned.clone(),
+                counts: self.counts,
+            };
+            self.source
+                .handle(SourceEvent::Rechecked(Box::new(rechecked)), self.now);
+        }
         self.source.handle(event, self.now);
         self.poll();
         self
@@ -120,19 +144,24 @@ impl Hand {
 
     /// Up to round 0 with the guest being asked.
     pub fn asking(config: SourceConfig, pages: u64, allocates: bool) -> Self {
-        let mut hand = Hand::new(config, pages);
+        Hand::new(config, pages).is_asked(allocates)
+    }
+
+    pub fn is_asked(self, allocates: bool) -> Self {
+        let mut hand = self;
         hand.hears(Message::Accept(Accept { populated: false }));
         assert_eq!(hand.steps(), [Step::StartTracking]);
         hand.on(SourceEvent::TrackingStarted);
         assert_eq!(hand.steps(), [Step::Scan], "tracking first");
         let scanned = Scanned {
             present: PageSet::full(&hand.layout),
-            ballooned: None,
+            ballooned: hand.ballooned.clone(),
             stats: None,
             dialect: "standard",
             can_ask: Ok(()),
             allocates,
             poison: None,
+            counts: hand.counts,
         };
         hand.on(SourceEvent::Scanned(Box::new(scanned)));
         assert_eq!(hand.steps(), [Step::BeginHints]);
@@ -148,7 +177,7 @@ impl Hand {
     pub fn round_0_over(&mut self) -> PageSet {
         self.says(Answer::Finished);
         assert_eq!(self.steps(), [Step::EndHints]);
-        self.on(SourceEvent::HintsEnded(AnswerCounts::default()));
+        self.on(SourceEvent::HintsEnded(BalloonCounts::default()));
         let sent = self.send_all();
         self.hears(Message::RoundReceived { round: 0 });
         assert_eq!(self.steps(), [Step::Harvest]);
@@ -190,7 +219,7 @@ impl Hand {
             }
             for step in &steps {
                 self.on(match step {
-                    Step::EndHints => SourceEvent::HintsEnded(AnswerCounts::default()),
+                    Step::EndHints => SourceEvent::HintsEnded(BalloonCounts::default()),
                     Step::GiveBack => SourceEvent::GivenBack,
                     Step::StopTracking => SourceEvent::TrackingStopped,
                     Step::Resume => SourceEvent::Resumed,

@@ -4,8 +4,8 @@
 //! from then on is nobody's.
 
 use super::rng::Rng;
-use engine::{Peeked, Scanned};
-use machine::{Answer, GuestMemoryStats};
+use engine::{Peeked, Rechecked, Scanned};
+use machine::{Answer, BalloonCounts, GuestMemoryStats};
 use pages::{Layout, PageRange, PageSet};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -33,6 +33,10 @@ pub struct Make {
     pub holds_back: bool,
     /// Whether it tells what it uses.
     pub stats: bool,
+    /// Whether pages have left the balloon without a word, and are in use, before anybody tracks writes. The balloon finds out
+    /// some time later, when the guest is paused at the latest: of them alone, or that nothing in it is to be believed.
+    pub leaves_silently: bool,
+    pub believes_nothing_then: bool,
     /// Writes that it makes in all, for it to come to rest.
     pub writes: u64,
 }
@@ -55,6 +59,9 @@ pub struct Guest {
     pub waits: bool,
     pub sessions: Vec<u32>,
     pub ballooned: Option<PageSet>,
+    /// Those that left it without a word, as far as the balloon has not found out.
+    pub left: PageSet,
+    pub counts: BalloonCounts,
     present: PageSet,
     version: u64,
     looks: VecDeque<PageRange>,
@@ -72,7 +79,8 @@ impl Guest {
         let layout = &make.layout;
         let total = layout.total_pages() as usize;
         let (mut ram, mut free) = (vec![0; total], vec![false; total]);
-        let (mut present, mut ballooned) = (PageSet::empty(layout), PageSet::empty(layout));
+        let (mut present, mut ballooned, mut left) =
+            (PageSet::empty(layout), PageSet::empty(layout), PageSet::empty(layout));
         let mut version = 0;
         let mut at = 0;
         while at < total {
@@ -89,6 +97,10 @@ impl Guest {
                 }
                 if kind == 3 {
                     ballooned.insert(pfn);
+                    if make.leaves_silently && rng.one_in(4) {
+                        free[i] = false;
+                        left.insert(pfn);
+                    }
                 }
             }
             at += run;
@@ -98,6 +110,13 @@ impl Guest {
             written: PageSet::empty(layout),
             running: make.running,
             ballooned: (!rng.one_in(3)).then_some(ballooned),
+            left,
+            // It has been asked before, in another migration.
+            counts: BalloonCounts {
+                answers: 1000,
+                malformed: 10,
+                ..BalloonCounts::default()
+            },
             make,
             ram,
             free,
@@ -139,6 +158,9 @@ impl Guest {
     /// What a running guest does: mostly it writes, pages of a small set rather than any; now and then it frees a page.
     pub fn live(&mut self, rng: &mut Rng) {
         let total = self.ram.len() as u64;
+        if rng.one_in(200) {
+            self.find_out();
+        }
         self.make.writes = self.make.writes.saturating_sub(1);
         let index = match rng.below(4) {
             0 => rng.below(total) as usize,
@@ -196,12 +218,36 @@ impl Guest {
             },
             allocates: self.make.allocates,
             poison: self.make.poison.then_some(0xaaaa_aaaa),
+            counts: self.counts,
         }
+    }
+
+    pub fn recheck(&self) -> Rechecked {
+        Rechecked {
+            ballooned: self.ballooned.clone(),
+            counts: self.counts,
+        }
+    }
+
+    /// The balloon finds out that pages had left it.
+    pub fn find_out(&mut self) {
+        if self.left.is_empty() {
+            return;
+        }
+        self.counts.stale_bitmaps += 1;
+        if let Some(ballooned) = &mut self.ballooned {
+            if self.make.believes_nothing_then {
+                ballooned.clear();
+            }
+            ballooned.subtract(&self.left);
+        }
+        self.left.clear();
     }
 
     /// The guest will look at its free pages, window by window, and say what it saw some time later.
     pub fn begin(&mut self, session: u32, rng: &mut Rng) {
         self.session = Some(session);
+        self.counts.answers += 7;
         self.waits = true;
         self.sessions.push(session);
         for region in self.make.layout.regions() {

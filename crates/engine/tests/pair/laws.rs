@@ -146,6 +146,18 @@ impl Pair {
                 source.pages, destination.pages
             ));
         }
+        let there = self.guest.ballooned.as_ref().map_or(0, PageSet::count);
+        if source.pages.ballooned > there {
+            return Some(format!(
+                "{} pages are counted as ballooned, and {there} lie in the balloon",
+                source.pages.ballooned
+            ));
+        }
+        let counted = &source.balloon;
+        let answers = 7 * self.guest.sessions.len() as u64;
+        if (counted.answers, counted.malformed) != (answers, 0) {
+            return Some(format!("not this migration's counts: {counted:?}"));
+        }
         let verify = self.setup.source.verify.then_some(true);
         if source.verified != verify || destination.verified != verify {
             return Some("verified is not what was asked for".to_owned());

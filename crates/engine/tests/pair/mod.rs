@@ -27,7 +27,7 @@ use data::Stream;
 use engine::{
     Destination, DestinationAction, DestinationEvent, Outcome, RunKind, Source, SourceAction, SourceEvent, Step, Time,
 };
-use machine::{AnswerCounts, MachineState, Section};
+use machine::{MachineState, Section};
 use pages::PageSet;
 use std::collections::VecDeque;
 use wire::Message;
@@ -382,12 +382,9 @@ impl Pair {
             SourceAction::Peek(range) => SourceEvent::Peeked(guest.peek(range)),
             SourceAction::EndHints { hold, .. } => {
                 guest.end(hold);
-                SourceEvent::HintsEnded(AnswerCounts {
-                    answers: 7,
-                    late: 0,
-                    malformed: 0,
-                })
+                SourceEvent::HintsEnded(guest.counts)
             }
+            SourceAction::Recheck => SourceEvent::Rechecked(Box::new(guest.recheck())),
             SourceAction::Harvest => SourceEvent::Harvested(guest.harvest()),
             SourceAction::Pause => {
                 // Devices are drained: a last write of the VMM's own, which the log has.
@@ -395,6 +392,7 @@ impl Pair {
                     guest.write(self.rng.below(guest.ram.len() as u64) as usize);
                 }
                 guest.running = false;
+                guest.find_out();
                 SourceEvent::Paused
             }
             SourceAction::Save => SourceEvent::Saved(self.setup.state()),

@@ -44,6 +44,8 @@ impl Setup {
                 stats: true,
                 torn: false,
                 holds_back: false,
+                leaves_silently: false,
+                believes_nothing_then: false,
                 writes: 200,
             },
             source: SourceConfig {
@@ -123,6 +125,8 @@ impl Setup {
         setup.destination.memory_is_zero = !rng.one_in(3);
         setup.destination.stay_paused = rng.one_in(6);
         setup.writes_weight = rng.below(3) as usize;
+        setup.guest.leaves_silently = rng.one_in(3);
+        setup.guest.believes_nothing_then = rng.one_in(2);
         setup
     }
 

@@ -3,7 +3,8 @@
 use super::{Failure, at, digest, guarded};
 use crate::Guest;
 use crate::answers::Answers;
-use engine::{Peeked, Scanned, SourceAction, SourceEvent, Step};
+use engine::{Peeked, Rechecked, Scanned, SourceAction, SourceEvent, Step};
+use machine::BalloonCounts;
 use pages::PageSet;
 use std::io;
 use std::sync::Arc;
@@ -108,10 +109,12 @@ impl Source {
                 };
                 self.answers.close();
                 at(step, ended)?;
-                let mut counts = guest.free_pages.counts();
-                counts.late = counts.late.saturating_add(self.answers.late());
-                SourceEvent::HintsEnded(counts)
+                SourceEvent::HintsEnded(self.counts())
             }
+            SourceAction::Recheck => SourceEvent::Rechecked(Box::new(Rechecked {
+                ballooned: guest.free_pages.ballooned(),
+                counts: self.counts(),
+            })),
             SourceAction::Harvest => SourceEvent::Harvested(at(step, guest.tracker.harvest())?),
             SourceAction::Pause => {
                 at(step, guest.machine.pause())?;
@@ -157,6 +160,16 @@ impl Source {
             can_ask: guest.free_pages.can_ask(),
             allocates: guest.free_pages.allocates(),
             poison: guest.free_pages.poison(),
+            counts: self.counts(),
         })
+    }
+
+    /// What the balloon counted over its life, and this migration's sink.
+    fn counts(&self) -> BalloonCounts {
+        let counts = self.guest.free_pages.counts();
+        BalloonCounts {
+            late: counts.late.saturating_add(self.answers.late()),
+            ..counts
+        }
     }
 }

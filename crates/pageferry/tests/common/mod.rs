@@ -12,7 +12,7 @@ pub mod peer;
 pub mod stingy;
 
 use machine::{
-    Answer, AnswerCounts, AnswerSink, BalloonConfig, DirtyTracker, FreePages, GuestMemoryStats, GuestRam, Machine,
+    Answer, AnswerSink, BalloonConfig, BalloonCounts, DirtyTracker, FreePages, GuestMemoryStats, GuestRam, Machine,
     MachineConfig, MachineState, Section,
 };
 use memory::trackers::{BitmapTracker, DirtyMarker};
@@ -250,10 +250,10 @@ impl FreePages for TestBalloon {
         Ok(())
     }
 
-    fn counts(&self) -> AnswerCounts {
-        AnswerCounts {
-            answers: 1,
-            ..AnswerCounts::default()
+    fn counts(&self) -> BalloonCounts {
+        BalloonCounts {
+            answers: self.inner.begun.load(Ordering::SeqCst),
+            ..BalloonCounts::default()
         }
     }
 }

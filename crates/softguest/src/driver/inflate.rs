@@ -274,6 +274,12 @@ impl Transfer {
                 if !self.send_last(mm, ports, quirks, way)? {
                     return Ok(false);
                 }
+            } else if quirks.clears_for_empty_windows {
+                // As in the patch, where the end then lies before the start and the length is that of all its bitmap.
+                let start = pfn + limit;
+                self.last = PageRange::between(Pfn(start), Pfn(start + limit.next_multiple_of(64)));
+                let clear = vec![0; usize::try_from(self.last.count() / 8).unwrap_or(0)];
+                mm.ram.write(mm.places.bitmap + HEADER_BYTES, &clear)?;
             }
             pfn += limit;
         }
@@ -380,7 +386,9 @@ impl Transfer {
         }
         let max_pfn = mm.frames.end().0;
         let end = self.last.start().0.checked_add(self.last.count());
-        let beyond = end.is_none_or(|end| end > max_pfn.next_multiple_of(64))
+        // An empty window in the last partial word leaves twice the limit and a word more as its start.
+        let most = max_pfn.next_multiple_of(64).saturating_mul(3);
+        let beyond = end.is_none_or(|end| end > most)
             || self.last.count() > WINDOW_PAGES
             || self
                 .filling

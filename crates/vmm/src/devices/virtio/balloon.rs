@@ -21,6 +21,10 @@ impl Discard for Ram {
         Ok(self.0.discard(range)?)
     }
 
+    fn discard_all(&self, ranges: &[PageRange], done: &mut dyn FnMut(PageRange, machine::Result<()>)) {
+        self.0.discard_all(ranges, &mut |range, result| done(range, result.map_err(Into::into)));
+    }
+
     fn granule_pages(&self) -> u64 {
         self.0.discard_granule_pages()
     }
