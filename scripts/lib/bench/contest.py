@@ -98,7 +98,7 @@ class Contest:
     def run(self, chosen):
         """All cells, those of one template together; a template goes when no later cell needs it."""
         if measure.available_bytes() < _ROOM * self.templates.sizes.memory_bytes:
-            raise ScriptError(
+            raise measure.Unavailable(
                 f"{measure.available_bytes() // MIB} MiB of memory are available, and two guests take "
                 f"{int(_ROOM * self.templates.sizes.memory_bytes) // MIB}: free some, or give a smaller --memory"
             )

@@ -31,6 +31,7 @@ class Row:
     at_least: bool = False
     judged: str = "ratio"
     skipped: str = None
+    note: str = None
 
     @property
     def met(self):

@@ -2,6 +2,7 @@
 
   scripts/bench          on loopback, and one comparison over 1 Gbit/s: every row of the table of goals
   scripts/bench links    behind 10 and 1 Gbit/s with 0.2 and 20 ms there and back
+  scripts/bench scale    ours alone: over RAM size, streams, regions of RAM, and dirty rate (needs neither QEMU nor root)
   scripts/bench inflate  the balloon alone (see scripts/bench inflate --help)
 
 QEMU is Debian's, out of backports where that can be had, emulating (TCG); its guests run Debian's cloud kernel, ours
@@ -28,13 +29,17 @@ import emulators
 import goals
 import links
 import output
+import scale
 from emulated.basics import GIB, MIB, ScriptError, parse_size, progress
+from measure import Unavailable
 from ours import Programs
 from templates import Sizes, Templates
 
 _DOWNTIME_MS = 300
 _QUICK = {"rounds": 1, "memory": 512 * MIB, "settle": 0.3, "limit": 20}
 _FULL = {"rounds": 5, "memory": 8 * GIB, "settle": 4.0, "limit": 120}
+_SCALE_LIMIT_S, _SCALE_QUICK_LIMIT_S = 20, 4
+_SKIPPED = 77
 
 
 def _size(text):
@@ -50,7 +55,7 @@ def parse_arguments():
         prog="scripts/bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("mode", nargs="?", choices=("migrate", "links"), default="migrate", help="what to measure")
+    parser.add_argument("mode", nargs="?", choices=("migrate", "links", "scale"), default="migrate", help="what to measure")
     parser.add_argument("--rounds", type=int, help="rounds (default 5; quick: 1)")
     parser.add_argument("--memory", type=_size, metavar="SIZE", help="the guests' RAM (default 8G; quick: 512M)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="only these rows or cells (--list)")
@@ -60,7 +65,7 @@ def parse_arguments():
     parser.add_argument("--json", type=Path, metavar="FILE", help="leave the rows here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="leave a plot here (SVG)")
     parser.add_argument("--settle", type=float, metavar="SECONDS", help="to wait before each (default 4; quick: 0.3)")
-    parser.add_argument("--limit", type=int, metavar="SECONDS", help="for each of QEMU's (default 120; quick: 20)")
+    parser.add_argument("--limit", type=int, metavar="SECONDS", help="for each of QEMU's (default 120; quick: 20); of ours at a dirty rate (scale: 20; quick: 4)")
     parser.add_argument(
         "--busy-rate", type=_size, metavar="SIZE",
         help="what the busy guest dirties a second (default 256M, about half of what QEMU moves on loopback; behind a "
@@ -71,13 +76,20 @@ def parse_arguments():
     parser.add_argument("--programs", type=Path, metavar="DIR", help="commands that are built already")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep guests here, and take those that are here")
     arguments = parser.parse_args()
-    for name, value in (_QUICK if arguments.quick else _FULL).items():
+    defaults = dict(_QUICK if arguments.quick else _FULL)
+    if arguments.mode == "scale":
+        defaults["limit"] = _SCALE_QUICK_LIMIT_S if arguments.quick else _SCALE_LIMIT_S
+        if arguments.all or arguments.qemu or arguments.installed_qemu or arguments.busy_rate or arguments.keep:
+            parser.error("scale measures ours alone: it takes no flag on QEMU, on lives or on captured guests")
+    for name, value in defaults.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
     if arguments.rounds < 1 or arguments.limit < 1 or arguments.settle < 0:
         parser.error("--rounds and --limit: give at least 1; --settle: at least 0")
     if not 512 * MIB <= arguments.memory <= 64 * GIB or arguments.memory % MIB:
         parser.error("--memory: give a whole number of MiB from 512M to 64G")
+    if arguments.mode == "scale" and not arguments.quick and arguments.memory < GIB:
+        parser.error("--memory: scale needs 1G at least, of which it has half in use")
     return arguments
 
 
@@ -124,20 +136,36 @@ def measure(arguments, chosen, program, programs):
     return results, contest.heading(program, settings, sizes_for(arguments, 0), rates)
 
 
+def find_qemu(arguments):
+    """The QEMU that takes part; one that was named has to be there."""
+    try:
+        return emulators.find(arguments.qemu, not arguments.installed_qemu)
+    except ScriptError as error:
+        if arguments.qemu:
+            raise
+        raise Unavailable(f"no QEMU is to be had: {error}") from error
+
+
 def main():
-    """Exit codes: 0 measured, whatever the figures are and whatever was not to be had; 1 something failed; 2 usage."""
+    """Exit codes: 0 measured, whatever the figures are and whatever was not to be had; 1 something failed; 2 usage; 77
+    nothing could be measured here (no QEMU, no packages, too little memory), said by a line `SKIPPED: bench: reason`."""
     arguments = parse_arguments()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
+        if arguments.mode == "scale":
+            return scale.bench(arguments)
         chosen, rows = choose(arguments)
         if arguments.list:
             print("\n".join([*rows, *(cell.name for cell in chosen)]))
             return 0
         programs = Programs(arguments.programs)
-        program = emulators.find(arguments.qemu, not arguments.installed_qemu)
+        program = find_qemu(arguments)
         progress(f"QEMU {program.version}")
         results, heading = measure(arguments, chosen, program, programs)
+    except Unavailable as error:
+        print(f"SKIPPED: bench: {' '.join(str(error).split())}")
+        return _SKIPPED
     except (ScriptError, OSError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1

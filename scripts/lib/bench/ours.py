@@ -21,6 +21,7 @@ from emulated.basics import GIB, MIB, ScriptError, run
 
 ROOT = Path(__file__).resolve().parents[3]
 _LIMIT_S = 300
+_TIMED_OUT = 6  # what both commands end with when --timeout has passed
 _RUN_FOR_MS = 100
 _SAMPLE_S = 0.001
 
@@ -56,6 +57,7 @@ class Ours:
     prealloc: bool = False
     verify: bool = True
     sample: bool = False  # the sender's memory, many times a second
+    timeout_s: int = 0  # the most before the pause: what then has not come to it is told as such; 0: it has to
 
 
 def file_guest(folder):
@@ -74,18 +76,20 @@ def _prealloc(memory_bytes):
     return [f"--prealloc={'linux' if memory_bytes > 3 * GIB else 'soft'}", "--max-memory", f"{memory_bytes // MIB}M"]
 
 
-def _wait(started, name):
-    """Waits for a process, and returns its CPU seconds."""
-    deadline = time.monotonic() + _LIMIT_S
+def _wait(started, name, timeout_s=0):
+    """Waits for a process, and returns its CPU seconds. Given a time-out, it may have ended by that."""
+    limit_s = _LIMIT_S + timeout_s
+    allowed = (0, _TIMED_OUT) if timeout_s else (0,)
+    deadline = time.monotonic() + limit_s
     while True:
         pid, status, used = os.wait4(started.pid, os.WNOHANG)
         if pid:
             started.returncode = os.waitstatus_to_exitcode(status)
-            if started.returncode != 0:
+            if started.returncode not in allowed:
                 raise ScriptError(f"{name} ended with {started.returncode}:\n{process.tail((started.said,), 5)}")
             return used.ru_utime + used.ru_stime
         if time.monotonic() > deadline:
-            raise ScriptError(f"{name} did not end within {_LIMIT_S} s")
+            raise ScriptError(f"{name} did not end within {limit_s} s")
         time.sleep(0.005)
 
 
@@ -135,15 +139,18 @@ def migrate(programs, scratch, guest, way, memory_bytes, *, link=None, before=la
         before()  # what --prealloc populated is there, and memory that was given back settles
         command = [*prefixes[0], programs.send, "--to", address, "--report", str(work / "source.json"), "--quiet"]
         command += [*guest, *way.send, *(["--verify"] if way.verify else [])]
+        command += ["--timeout", f"{way.timeout_s}s"] if way.timeout_s else []
         sender = _start(closing, command, work / "source.log", stdout=subprocess.DEVNULL)
         peak, thread = _sampled(sender) if way.sample else ([None], None)
         if thread:
             thread.join()
-        cpu = _wait(sender, "migrate-send") + _wait(receiver, "migrate-recv")
+        cpu = sum(_wait(one, name, way.timeout_s) for one, name in ((sender, "migrate-send"), (receiver, "migrate-recv")))
         return _figures(json.loads((work / "source.json").read_text()), way, cpu, peak[0])
 
 
 def _figures(report, way, cpu, peak):
+    if report["result"] == "timed-out":
+        return {"total_ms": None, "downtime_ms": None, "limit_s": way.timeout_s, "moved_bytes": report["wire_bytes"]}
     if way.verify and report["verified"] is not True:
         raise ScriptError("the receiver's RAM is not the source's")
     first = report["rounds"][0]

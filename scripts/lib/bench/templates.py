@@ -20,6 +20,7 @@ import layout
 from emulated import packages
 from emulated.basics import GIB, MIB, PAGE_BYTES, ScriptError, progress
 from emulator import Emulator
+from measure import Unavailable
 
 TMPFS = Path("/dev/shm")
 DISK = Path("/var/tmp")
@@ -76,7 +77,10 @@ class Templates:
         self._keep = keep
         self.disk = keep or _folder(closing, DISK)
         self.scratch = _folder(closing, TMPFS)
-        self.kernel, busybox = packages.kernel_and_busybox(False)
+        try:
+            self.kernel, busybox = packages.kernel_and_busybox(False)
+        except ScriptError as error:
+            raise Unavailable(f"no guest: {error}") from error
         self.initrd = initrd.build(busybox, self.scratch, self._modules())
 
     def _modules(self):
