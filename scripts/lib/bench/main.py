@@ -2,7 +2,7 @@
 
   scripts/bench          on loopback, and one comparison over 1 Gbit/s: every row of the table of goals
   scripts/bench links    behind 10 and 1 Gbit/s with 0.2 and 20 ms there and back
-  scripts/bench scale    ours alone: over RAM size, streams, regions of RAM, and dirty rate (needs neither QEMU nor root)
+  scripts/bench scale    ours alone, by RAM size, streams, regions and dirty rate; needs neither QEMU nor root
   scripts/bench inflate  the balloon alone (see scripts/bench inflate --help)
 
 QEMU is Debian's, out of backports where that can be had, emulating (TCG); its guests run Debian's cloud kernel, ours
@@ -55,7 +55,8 @@ def parse_arguments():
         prog="scripts/bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("mode", nargs="?", choices=("migrate", "links", "scale"), default="migrate", help="what to measure")
+    modes = ("migrate", "links", "scale")
+    parser.add_argument("mode", nargs="?", choices=modes, default=modes[0], help="what to measure")
     parser.add_argument("--rounds", type=int, help="rounds (default 5; quick: 1)")
     parser.add_argument("--memory", type=_size, metavar="SIZE", help="the guests' RAM (default 8G; quick: 512M)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="only these rows or cells (--list)")
@@ -65,7 +66,10 @@ def parse_arguments():
     parser.add_argument("--json", type=Path, metavar="FILE", help="leave the rows here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="leave a plot here (SVG)")
     parser.add_argument("--settle", type=float, metavar="SECONDS", help="to wait before each (default 4; quick: 0.3)")
-    parser.add_argument("--limit", type=int, metavar="SECONDS", help="for each of QEMU's (default 120; quick: 20); of ours at a dirty rate (scale: 20; quick: 4)")
+    parser.add_argument(
+        "--limit", type=int, metavar="SECONDS", help="for each of QEMU's (default 120; quick: 20)"
+        "; with scale: for each dirty rate (default 20; quick: 4)",
+    )
     parser.add_argument(
         "--busy-rate", type=_size, metavar="SIZE",
         help="what the busy guest dirties a second (default 256M, about half of what QEMU moves on loopback; behind a "
@@ -148,7 +152,7 @@ def find_qemu(arguments):
 
 def main():
     """Exit codes: 0 measured, whatever the figures are and whatever was not to be had; 1 something failed; 2 usage; 77
-    nothing could be measured here (no QEMU, no packages, too little memory), said by a line `SKIPPED: bench: reason`."""
+    nothing can be measured here (no QEMU, no packages, too little memory), said by a line `SKIPPED: bench: reason`."""
     arguments = parse_arguments()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))

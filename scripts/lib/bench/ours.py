@@ -144,7 +144,7 @@ def migrate(programs, scratch, guest, way, memory_bytes, *, link=None, before=la
         peak, thread = _sampled(sender) if way.sample else ([None], None)
         if thread:
             thread.join()
-        cpu = sum(_wait(one, name, way.timeout_s) for one, name in ((sender, "migrate-send"), (receiver, "migrate-recv")))
+        cpu = _wait(sender, "migrate-send", way.timeout_s) + _wait(receiver, "migrate-recv", way.timeout_s)
         return _figures(json.loads((work / "source.json").read_text()), way, cpu, peak[0])
 
 

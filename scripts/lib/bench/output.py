@@ -212,11 +212,13 @@ def _panel(panel, down):
     for index, curve in enumerate(panel.curves):
         parts += _drawn(curve, across, up)
         x, y = _PANEL_LEFT + 140 * index, bottom + 38
-        parts.append(f'<line x1="{x}" y1="{y}" x2="{x + 24}" y2="{y}" stroke="{_COLOURS[curve.name]}" stroke-width="2"/>')
+        colour = _COLOURS[curve.name]
+        parts.append(f'<line x1="{x}" y1="{y}" x2="{x + 24}" y2="{y}" stroke="{colour}" stroke-width="2"/>')
         parts.append(f'<text x="{x + 30}" y="{y + 4}">{escape(curve.name)}</text>')
     if any(dot.note for dot in dots):
         x, y = _PANEL_LEFT + 140 * len(panel.curves), bottom + 42
-        parts.append(f'<text x="{x}" y="{y}">hollow: in some rounds it did not end, and the total is the time-out</text>')
+        hollow = "hollow: in some rounds it did not end, which counts as the time-out"
+        parts.append(f'<text x="{x}" y="{y}">{hollow}</text>')
     return parts
 
 
@@ -230,5 +232,6 @@ def _drawn(curve, across, up):
         fill = "white" if dot.note else colour
         parts.append(f'<line x1="{x:.1f}" y1="{least:.1f}" x2="{x:.1f}" y2="{most:.1f}" stroke="{colour}"/>')
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{fill}" stroke="{colour}" stroke-width="1.5"/>')
-        parts.append(f'<text x="{x:.1f}" y="{min(y, most) - 8:.1f}" text-anchor="middle">{dot.value:.{dot.value < 10:d}f}</text>')
+        value = f"{dot.value:.1f}" if dot.value < 10 else f"{dot.value:.0f}"
+        parts.append(f'<text x="{x:.1f}" y="{min(y, most) - 8:.1f}" text-anchor="middle">{value}</text>')
     return parts

@@ -270,8 +270,8 @@ def bench(arguments):
     results = turns.results
     found = rows(chosen, results)
     heading = (
-        f"{measure.machine()}\nOurs alone, loopback, verified, receivers cold; {arguments.rounds} rounds, medians; each "
-        f"waits {arguments.settle:g} s before it starts; {extent.link_bits_per_s / 1e9:g} Gbit/s for dirty rates"
+        f"{measure.machine()}\nOurs alone, loopback, verified, receivers cold; {arguments.rounds} rounds, medians; "
+        f"each waits {arguments.settle:g} s before it starts; {extent.link_bits_per_s / 1e9:g} Gbit/s for dirty rates"
     )
     print(heading)
     for one, listed in found.items():

@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
-"""The parts of the bench that measure nothing: that each goal has its contenders, verdicts, JSON and the plot."""
+"""The parts of the bench that measure nothing: that each goal has its contenders, verdicts, JSON and the plots."""
 
+import contextlib
+import io
 import json
+import os
 import sys
 import tempfile
 import unittest
@@ -16,8 +19,12 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1] / "capture")]
 import cells
 import goals
 import measure
+import ours
 import output
+import scale
+import tally
 from contest import Missing, Results
+from emulated.basics import GIB, MIB, PAGE_BYTES
 
 _RUN = {"total_ms": 100.0, "downtime_ms": 4.0, "moved_bytes": 1 << 30, "cpu_s": 2.0, "own_bytes": 8 << 20}
 
@@ -100,6 +107,116 @@ class Output(unittest.TestCase):
         self.assertEqual(len({row["name"] for row in listed}), len(listed))
         self.assertTrue(all({"name", "ours", "peer", "ratio", "unit", "runs"} <= set(row) for row in listed))
         self.assertEqual(len(bars), len(details) + 1)
+
+    def test_what_was_skipped_is_counted_by_the_tests_and_what_failed_is_not(self):
+        results = Results()
+        results.skip("cell", "qemu", measure.Unavailable("no root"))
+        results.skip("cell", "ours", ValueError("broken"))
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            output.print_skipped(results.reasons())
+        counted = tally.Tally()
+        for line in said.getvalue().splitlines():
+            counted.line(line)
+        self.assertEqual(list(counted.reasons), ["bench: cell qemu: no root"])
+        self.assertIn("FAILED: bench: cell ours: broken", said.getvalue())
+
+
+class Scale(unittest.TestCase):
+    """Series, what is written for them, and what is told of a guest that cannot be caught up with."""
+
+    def setUp(self):
+        self.series = scale.series(scale.FULL, 8 * GIB, Path("/there"), 20)
+        self.results = Results()
+        for one in self.series:
+            for point in one.points:
+                self.results.add(one.name, point.name, {"total_ms": 100.0, "downtime_ms": 2.0})
+
+    def row(self, name):
+        """The row of that name."""
+        found = scale.rows(self.series, self.results)
+        return next(row for listed in found.values() for row in listed if row.name == name)
+
+    def test_each_series_has_its_points(self):
+        names = {one.name: [point.name for point in one.points] for one in self.series}
+        self.assertEqual(names["scale-ram"], ["8g", "64g", "512g", "4t"])
+        self.assertEqual(names["scale-streams-300m"], ["1", "2", "4", "8"])
+        self.assertEqual(names["scale-streams-4g"], ["1", "2", "4", "8"])
+        self.assertEqual(names["scale-regions"], ["1", "4", "16", "64"])
+        rates = [point.at for point in self.series[-1].points]
+        self.assertEqual((rates[0], rates == sorted(rates), rates[-1] > 250), (0, True, True))
+        for extent, memory in ((scale.FULL, GIB), (scale.QUICK, 512 * MIB)):
+            listed = [one.name for one in scale.series(extent, memory, Path("/there"), 4)]
+            self.assertEqual(len(set(listed)), 5, listed)
+
+    def test_a_file_guest_has_the_same_pages_in_any_number_of_regions(self):
+        with tempfile.TemporaryDirectory() as folder:
+            ram, total = Path(folder, "ram"), 64 * MIB
+            scale.write_ram(ram, total, 16 * MIB)
+            content = ram.read_bytes()
+            self.assertLess(os.stat(ram).st_blocks * 512, 17 * MIB)
+            for count in (1, 4, 64):
+                scale.write_layout(Path(folder, "layout"), total, count)
+                layout = json.loads(Path(folder, "layout").read_text())
+                starts = [region["start"] for region in layout["regions"]]
+                self.assertEqual((layout["page_size"], len(starts)), (PAGE_BYTES, count))
+                self.assertEqual(sum(region["bytes"] for region in layout["regions"]), total)
+                for region, after in zip(layout["regions"], starts[1:]):
+                    self.assertGreater(after, region["start"] + region["bytes"])
+                self.assertFalse([start for start in starts if start % PAGE_BYTES])
+        pages = [content[at : at + PAGE_BYTES] for at in range(0, total, PAGE_BYTES)]
+        self.assertEqual(sum(any(page) for page in pages), 16 * MIB // PAGE_BYTES)
+        for index in range(64):
+            self.assertTrue(any(pages[len(pages) // 64 * index]), "a region of 64 without a page in use")
+
+    def test_a_goal_is_set_for_4_tib_alone(self):
+        self.assertIs(self.row("scale-ram-4t-total").met, True)
+        self.assertIsNone(self.row("scale-ram-512g-total").met)
+        self.results.add("scale-ram", "4t", {"total_ms": 300.0, "downtime_ms": 2.0})
+        self.assertIs(self.row("scale-ram-4t-total").met, False)
+
+    def test_what_did_not_end_is_told_and_has_not_failed(self):
+        endless = {"total_ms": None, "downtime_ms": None, "limit_s": 20}
+        one = self.series[-1]
+        self.results = Results()
+        for point in one.points:
+            past = point.name in ("150-percent", "200-percent")
+            self.results.add(one.name, point.name, endless if past else {"total_ms": 100.0, "downtime_ms": 2.0})
+        self.results.add(one.name, "150-percent", {"total_ms": 9e3, "downtime_ms": 290.0})
+        total, down = self.row("scale-dirty-200-percent-total"), self.row("scale-dirty-200-percent-downtime")
+        self.assertEqual((total.ours, total.ratio, total.note), (20e3, 200, "not within 20 s in 1 of 1 rounds"))
+        self.assertEqual((down.ours, down.ratio, down.skipped), (None, None, None))
+        self.assertEqual(self.row("scale-dirty-150-percent-downtime").ours, 290.0)
+        self.assertIn("1 of 2", self.row("scale-dirty-150-percent-total").note)
+        self.assertFalse(self.results.failed)
+
+    def test_a_time_out_of_ours_is_a_figure_only_where_one_was_set(self):
+        report = {"result": "timed-out", "wire_bytes": 7, "verified": None}
+        way = ours.Ours(timeout_s=4)
+        self.assertEqual(ours._figures(report, way, 1.0, None)["limit_s"], 4)  # pylint: disable=protected-access
+
+    def test_both_curves_are_drawn_with_every_point(self):
+        endless = {"total_ms": None, "downtime_ms": None, "limit_s": 20}
+        for _ in range(2):
+            self.results.add("scale-dirty", "200-percent", endless)
+        found = scale.rows(self.series, self.results)
+        with tempfile.TemporaryDirectory() as folder:
+            output.write_curves(Path(folder, "plot.svg"), scale.panels(found, scale.FULL), "machine\nhow")
+            drawn = xml.dom.minidom.parse(str(Path(folder, "plot.svg")))
+            output.write_json(Path(folder, "rows.json"), found[self.series[0]], "machine\nhow", {})
+            listed = json.loads(Path(folder, "rows.json").read_text())["rows"]
+        dots = drawn.getElementsByTagName("circle")
+        self.assertEqual(len(drawn.getElementsByTagName("polyline")), 3)
+        self.assertEqual(len(dots), 4 + 8 + 8)
+        self.assertEqual(sum(dot.getAttribute("fill") == "white" for dot in dots), 2)
+        self.assertTrue(all({"name", "ours", "peer", "ratio", "unit", "runs", "note"} <= set(row) for row in listed))
+
+    def test_a_series_that_was_skipped_leaves_no_curve_and_no_figure(self):
+        self.results = Results()
+        for point in self.series[0].points:
+            self.results.skip("scale-ram", point.name, measure.Unavailable("too little memory"))
+        found = scale.rows(self.series[:1], self.results)
+        self.assertEqual([row.skipped for row in found[self.series[0]]], ["too little memory"] * 4)
+        self.assertEqual(scale.panels(found, scale.FULL), [])
 
 
 if __name__ == "__main__":
