@@ -10,6 +10,7 @@ import tempfile
 import unittest
 import xml.dom.minidom
 from pathlib import Path
+from unittest import mock
 
 sys.dont_write_bytecode = True
 HERE = Path(__file__).resolve().parent
@@ -18,13 +19,14 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1] / "capture")]
 # pylint: disable=wrong-import-position
 import cells
 import goals
+import main as command
 import measure
 import ours
 import output
 import scale
 import tally
 from contest import Missing, Results
-from emulated.basics import GIB, MIB, PAGE_BYTES
+from emulated.basics import GIB, MIB, PAGE_BYTES, ScriptError
 
 _RUN = {"total_ms": 100.0, "downtime_ms": 4.0, "moved_bytes": 1 << 30, "cpu_s": 2.0, "own_bytes": 8 << 20}
 
@@ -119,6 +121,26 @@ class Output(unittest.TestCase):
             counted.line(line)
         self.assertEqual(list(counted.reasons), ["bench: cell qemu: no root"])
         self.assertIn("FAILED: bench: cell ours: broken", said.getvalue())
+
+
+class Command(unittest.TestCase):
+    """Exit codes."""
+
+    def run_without_qemu(self, *flags):
+        """Its exit code and what it printed, where asking for any QEMU fails."""
+        lost = mock.patch.object(command.emulators, "find", side_effect=ScriptError("apt:\nno network"))
+        flags = mock.patch.object(sys, "argv", ["scripts/bench", "--quick", *flags])
+        with lost, flags, mock.patch.object(command, "Programs"), mock.patch.object(command.signal, "signal"):
+            with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(io.StringIO()):
+                return command.main(), said.getvalue()
+
+    def test_where_no_qemu_can_be_had_it_says_that_it_was_skipped(self):
+        self.assertEqual(
+            self.run_without_qemu(), (77, "SKIPPED: bench: no QEMU is to be had: apt: no network\n")
+        )
+
+    def test_a_qemu_that_was_named_has_to_be_there(self):
+        self.assertEqual(self.run_without_qemu("--qemu", "/nowhere"), (1, ""))
 
 
 class Scale(unittest.TestCase):
