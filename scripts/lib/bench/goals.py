@@ -32,6 +32,7 @@ class Row:
     judged: str = "ratio"
     skipped: str = None
     note: str = None
+    lost: bool = False  # without a figure, and nobody was skipped: the bench is at fault
 
     @property
     def met(self):
@@ -122,6 +123,7 @@ def _row(goal, results, downtime_ms):
         row.runs["peer"] = [value * goal.scale for value in results.runs(goal.cell, peer, goal.key)]
         row.ratio = row.ours / row.peer if row.peer else None
     except Missing as why:
+        row.lost = not any(results.skipped(goal.cell, name) for name in (goal.ours, *goal.peers))
         # A row that is judged by ours alone has its verdict without a peer.
         if row.ours is None or goal.judged == "ratio":
             row.ours = row.ratio = None

@@ -181,13 +181,15 @@ def main():
     output.print_goals(judged)
     output.print_details(details, costs)
     output.print_skipped(results.reasons())
+    lost = [row for row in judged if row.lost]
+    output.print_lost(lost)
     if arguments.json:
         output.write_json(arguments.json, [*judged, *details, *costs], heading, results.reasons())
     if arguments.plot:
         output.write_plot(arguments.plot, details, heading)
     print(f"\n{len(judged)} goals: {sum(row.met is True for row in judged)} met, "
           f"{sum(row.met is False for row in judged)} missed, {sum(row.met is None for row in judged)} skipped")
-    return 1 if results.failed else 0
+    return 1 if results.failed or lost else 0
 
 
 if __name__ == "__main__":

@@ -98,6 +98,12 @@ def print_skipped(reasons):
         print(f"{'FAILED' if failed else 'SKIPPED'}: bench: {cell} {contender}: {why.removeprefix('FAILED: ')}")
 
 
+def print_lost(rows):
+    """Rows whose figure is not there, though nobody was skipped."""
+    for row in rows:
+        print(f"FAILED: bench: {row.name}: no figure: {row.skipped or row.peer_name}")
+
+
 def write_json(path, rows, heading, reasons):
     """{"rows": [{"name", "ours", "peer", "ratio", "unit", "runs", ..}]}"""
     listed = []

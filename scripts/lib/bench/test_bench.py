@@ -77,9 +77,18 @@ class Goals(unittest.TestCase):
         results.skip(goals.GBIT, "ours-compress", measure.Unavailable("migrate-send has no --compress"))
         self.assertFalse(results.failed)
         row = next(row for row in goals.rows(results, 300, ["gbit-compress-auto-over-compressed"]))
-        self.assertEqual((row.skipped, row.met), ("migrate-send has no --compress", None))
+        self.assertEqual((row.skipped, row.met, row.lost), ("migrate-send has no --compress", None, False))
         results.skip(goals.FRESH, "qemu", ValueError("broken"))
         self.assertTrue(results.failed)
+
+    def test_a_figure_that_is_not_there_though_nobody_was_skipped_is_lost(self):
+        results = filled()
+        self.assertFalse([row.name for row in goals.rows(results, 300, goals.names()) if row.lost])
+        for runs in results.each().values():
+            for run in runs:
+                del run["own_bytes"]
+        lost = [row.name for row in goals.rows(results, 300, goals.names()) if row.lost]
+        self.assertEqual(lost, ["sender-peak-memory"])
 
     def test_a_migration_that_did_not_end_counts_as_long_as_it_was_waited_for(self):
         results = Results()
