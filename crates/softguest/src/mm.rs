@@ -53,6 +53,8 @@ pub(crate) struct Mm {
     pub(crate) seed: u64,
     pub(crate) init_on_alloc: bool,
     pub(crate) poison: Option<u8>,
+    /// Where a guest that churns goes on.
+    pub(crate) churn_at: u64,
 }
 
 /// How much is written at a time where a stretch is filled with one byte.
@@ -89,6 +91,7 @@ impl Mm {
             seed: config.seed,
             init_on_alloc: config.init_on_alloc,
             poison: config.poison,
+            churn_at: 0,
         })
     }
 

@@ -57,13 +57,22 @@ impl Share {
         while left > 0 {
             let done = match self.workload {
                 Workload::Idle => idle(mm, rng)?,
-                Workload::Churn { .. } => rewrite_any(mm, rng)?,
+                Workload::Churn { .. } => rewrite_next(mm)?,
                 Workload::Compile => compile(mm, rng, base)?,
             };
             left = left.saturating_sub(done);
         }
         Ok(())
     }
+}
+
+/// Rewrites the pages in use in turn, so that as many pages get dirty as are written, until it has been round.
+fn rewrite_next(mm: &mut Mm) -> Result<u64> {
+    if let Some(frame) = mm.used_from(mm.churn_at)? {
+        mm.churn_at = frame + 1;
+        mm.rewrite(frame)?;
+    }
+    Ok(1)
 }
 
 fn rewrite_any(mm: &mut Mm, rng: &mut Rng) -> Result<u64> {
@@ -118,4 +127,42 @@ fn compile(mm: &mut Mm, rng: &mut Rng, base: u64) -> Result<u64> {
         }
     }
     Ok(burst)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{GuestConfig, boot::boot, ram::Ram};
+    use memory::{Backing, GuestMemory};
+    use pages::Layout;
+    use std::sync::Arc;
+
+    #[test]
+    fn churn_dirties_as_many_pages_as_it_writes_though_most_memory_is_free() {
+        const USED: u64 = 1000;
+        let layout = Arc::new(Layout::flat(1 << 16).unwrap());
+        let ram = Arc::new(GuestMemory::new(Arc::clone(&layout), &Backing::Anonymous).unwrap());
+        let config = GuestConfig {
+            used_bytes: USED << 12,
+            scatter: 0.1,
+            ..GuestConfig::new(layout)
+        };
+        let mut mm = boot(&config, Ram::new(ram)).unwrap();
+        let contents = |mm: &Mm| -> Vec<u64> {
+            let (mut found, mut from) = (Vec::new(), 0);
+            while let Some(frame) = mm.used_from(from).unwrap().filter(|frame| *frame >= from) {
+                found.push(mm.expected(frame).unwrap().unwrap().weight(frame));
+                from = frame + 1;
+            }
+            found
+        };
+        let before = contents(&mm);
+        assert_eq!(before.len() as u64, USED);
+        let mut share = Share::new(Workload::Churn { pages_per_s: 100_000 }, 1);
+        for (ms, rewritten) in [(4, 400), (6, 1000), (5, 1000)] {
+            share.run(&mut mm, &mut Rng(1), USED, Duration::from_millis(ms)).unwrap();
+            let changed = before.iter().zip(contents(&mm)).filter(|(old, new)| **old != *new);
+            assert_eq!(changed.count(), rewritten, "after {ms} ms more");
+        }
+    }
 }
