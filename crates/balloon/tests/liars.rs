@@ -110,7 +110,7 @@ fn spoil(buffer: &mut [u8], wrong: &[(usize, u8)]) {
 /// Each buffer goes in or comes out; some are the one before, again.
 fn inflating(dialect: Dialect, lies: &[(bool, bool, Lie)]) {
     let mut rig = rig(dialect);
-    let silent = |page: &u64| page % 64 != 0;
+    let silent = |page: &u64| !page.is_multiple_of(64);
     let minus = |a: &BTreeSet<u64>, b: &BTreeSet<u64>| -> BTreeSet<u64> { a.difference(b).copied().collect() };
     let mut model = BTreeSet::new();
     let mut aside: Option<(BTreeSet<u64>, BTreeSet<u64>)> = None;
