@@ -137,7 +137,9 @@ impl<M: GuestAddressSpace> Balloon<M> {
         }
         check_features(features, self.config.offered())?;
         self.acked = features;
-        self.ballooned.speak(self.config.dialect.form(features, &self.layout));
+        let tells = features & feature::MUST_TELL_HOST != 0;
+        self.ballooned
+            .speak(self.config.dialect.form(features, &self.layout), tells);
         Ok(())
     }
 

@@ -5,7 +5,8 @@
 //! the set of ballooned pages, whose words a bitmap joins 64 at a time. Naming a page again changes nothing.
 //!
 //! Invariant: a page is in the set only while every word of the guest on pages that left is understood. A buffer that may
-//! have been such a word and is not believed empties it, and so does a queue that is heard no more, until a reset.
+//! have been such a word and is not believed empties it, and so does a queue that is heard no more, until a reset. While it
+//! is open whether a buffer was such a word (see [`Aside`]), the set is empty too.
 //!
 //! With [`DiscardPolicy::AtOnce`], memory is given back by whole granules of the host (4 KiB, or 2 MiB where huge pages
 //! back the guest), once all pages of a granule are in the balloon, and in one call a run, the runs being merged.
@@ -33,6 +34,18 @@ pub(crate) struct LastBits {
     was_an_answer: bool,
 }
 
+/// What an inflate buffer brought that may be compaction's. The next buffer tells: the driver sends its bitmap on the deflate
+/// queue as well then, and nothing else in between.
+#[derive(Clone, Debug)]
+pub(crate) struct Aside {
+    /// What was in the balloon before it.
+    pub(crate) before: PageSet,
+    /// The pages that it names.
+    pub(crate) named: PageSet,
+    /// Of its place and its bits.
+    pub(crate) digest: u64,
+}
+
 /// The pages that the guest gave up.
 pub(crate) struct Ballooned {
     layout: Arc<Layout>,
@@ -43,6 +56,10 @@ pub(crate) struct Ballooned {
     form: Option<Form>,
     /// What the driver's bitmap held when it came last; see [`Ballooned::is_stale`].
     last: LastBits,
+    /// While it is not known whether an inflation was compaction's, nothing is in the balloon; see [`Aside`].
+    aside: Option<Aside>,
+    /// A page is used again only after the deflate buffer that names it (MUST_TELL_HOST).
+    tells: bool,
     /// The inflate or the deflate queue was stopped: what the guest says of its balloon is not heard in whole.
     deaf: bool,
     /// Scratch: the bytes and the numbers of one buffer.
@@ -59,6 +76,8 @@ impl Ballooned {
             policy,
             form: None,
             last: LastBits::default(),
+            aside: None,
+            tells: false,
             deaf: false,
             bytes: Vec::new(),
             pfns: Vec::new(),
@@ -72,13 +91,14 @@ impl Ballooned {
 
     /// Back to before a driver came.
     pub(crate) fn clear(&mut self) {
-        self.replace(PageSet::empty(&self.layout), LastBits::default());
+        self.replace(PageSet::empty(&self.layout), LastBits::default(), None);
     }
 
     /// Takes over the set that another device had.
-    pub(crate) fn replace(&mut self, set: PageSet, last: LastBits) {
+    pub(crate) fn replace(&mut self, set: PageSet, last: LastBits, aside: Option<Aside>) {
         self.set = set;
         self.last = last;
+        self.aside = aside;
         self.deaf = false;
     }
 
@@ -93,6 +113,30 @@ impl Ballooned {
     fn distrust(&mut self, why: &'static str) {
         tracing::debug!(why, "nothing in the balloon is believed");
         self.set = PageSet::empty(&self.layout);
+        self.aside = None;
+    }
+
+    /// What is aside, for saved state.
+    pub(crate) fn aside(&self) -> Option<&Aside> {
+        self.aside.as_ref()
+    }
+
+    /// What is aside was no compaction: all of it is in the balloon, but for what the guest takes `out` by now.
+    fn take_back(&mut self, out: Option<&PageSet>, counters: &mut Counters) {
+        let Some(Aside { before, mut named, .. }) = self.aside.take() else {
+            return;
+        };
+        self.set = before;
+        if self.policy == DiscardPolicy::MarkOnly || !self.tells {
+            self.set.union_with(&named);
+            return;
+        }
+        // Discarding comes late: what the guest may have taken back since, with a word or without (quirk 8), stays.
+        if let Some(out) = out {
+            named.subtract(out);
+        }
+        named.subtract(&multiples_of_64(&self.layout));
+        self.put_in(named, counters);
     }
 
     /// What the driver's bitmap held when it came last, for saved state.
@@ -105,10 +149,11 @@ impl Ballooned {
         self.last.was_an_answer = true;
     }
 
-    /// Whether an inflate buffer is one that the driver sends a second time, which is how it tells of compaction (quirk 11):
+    /// Whether an inflate buffer may be one that the driver sends a second time, which is how it tells of compaction (quirk 11):
     /// it moved a page out of the balloon, and does not say which. The driver does not rewrite its bitmap for that, so the
-    /// bits are those of the buffer before, on whichever queue that was; after an answer to a question they may be its.
-    /// Nothing in the balloon can be believed after that; each later inflate names all of it again (quirk 10).
+    /// bits are those of the buffer before, on whichever queue that was; after an answer to a question they may be its. The
+    /// same bits come on the deflate queue next, and nothing in the balloon can be believed after that; each later inflate
+    /// names all of it again (quirk 10). Any other buffer that comes next shows that it was an inflation.
     fn is_stale(&self, bits: u64) -> bool {
         self.last.was_an_answer || self.last.digest == Some(bits)
     }
@@ -120,9 +165,10 @@ impl Ballooned {
         };
     }
 
-    /// The driver's features are known: whether buffers carry bitmaps, and how.
-    pub(crate) fn speak(&mut self, form: Option<Form>) {
+    /// The driver's features are known: whether buffers carry bitmaps, and how; whether it tells before it takes.
+    pub(crate) fn speak(&mut self, form: Option<Form>, tells: bool) {
         self.form = form;
+        self.tells = tells;
     }
 
     /// Serves one buffer of the inflate queue.
@@ -134,11 +180,18 @@ impl Ballooned {
             if let Some((named, bits)) = self.take_bitmap(mem, chain, &form, counters) {
                 // A driver with something to say names a page. One that names none is compaction's too: what the driver
                 // leaves in its bitmap behind a window without pages.
-                if named.is_empty() || self.is_stale(bits) {
+                if named.is_empty() {
                     counters.stale_bitmaps += 1;
-                    self.distrust("an inflate bitmap is the one before, again, or names no page");
+                    self.distrust("an inflate bitmap names no page");
                 } else {
-                    self.put_in(named, counters);
+                    self.take_back(None, counters);
+                    if self.is_stale(bits) {
+                        let before = std::mem::replace(&mut self.set, PageSet::empty(&self.layout));
+                        let digest = bits;
+                        self.aside = Some(Aside { before, named, digest });
+                    } else {
+                        self.put_in(named, counters);
+                    }
                 }
                 self.came(bits);
             }
@@ -195,7 +248,13 @@ impl Ballooned {
         }
         if let Some(form) = self.form {
             if let Some((named, bits)) = self.take_bitmap(mem, chain, &form, counters) {
-                self.set.subtract(&named);
+                if self.aside.as_ref().is_some_and(|aside| aside.digest == bits) {
+                    counters.stale_bitmaps += 1;
+                    self.distrust("the same bitmap came on both queues: compaction's");
+                } else {
+                    self.take_back(Some(&named), counters);
+                    self.set.subtract(&named);
+                }
                 self.came(bits);
             }
         } else if !self.take_pfns(mem, chain, counters) || chain.readable_bytes() > (MOST_PFNS * 4) as u64 {

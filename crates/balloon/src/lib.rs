@@ -28,7 +28,9 @@
 //!
 //! What the guest says on its way out of the balloon must be understood: a buffer of the bitmap dialects that is refused,
 //! and an array of a deflation that is refused or cut, empties the set of ballooned pages. So does a stopped inflate or
-//! deflate queue, for good, until the device is reset.
+//! deflate queue, for good, until the device is reset. An inflation that may be compaction's (the bitmap that
+//! came last, or any first one after an answer) empties it until the next buffer shows what it was: the same bitmap on
+//! the deflate queue, and all of it stays out; anything else, and all of it is back, memory being given back then.
 //!
 //! A page that is dirty is never treated as ballooned: a migration takes ballooned pages out of what it sends first,
 //! after tracking of writes began, and out of nothing that is found written later. What was written before that has to be

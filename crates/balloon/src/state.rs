@@ -9,9 +9,9 @@ use crate::device::{QUEUE_MAX_SIZE, Slot, check_features};
 use crate::dialect::Role;
 use crate::dialect::hinting::Hinting;
 use crate::dialect::misc::Misc;
-use crate::inflate::LastBits;
+use crate::inflate::{Aside, LastBits};
 use crate::queue::VirtQueue;
-use crate::{Balloon, Error, QueueConfig, Result, Stats};
+use crate::{Balloon, Error, QueueConfig, Result, Stats, feature};
 use machine::Section;
 use pages::{Layout, PageRange, PageSet};
 use serde::{Deserialize, Serialize};
@@ -22,7 +22,10 @@ use vm_memory::GuestAddressSpace;
 const NAME: &str = "balloon";
 
 /// The version of its form.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
+
+/// The version before, which had nothing aside. It is read.
+const VERSION_BEFORE: u32 = 2;
 
 /// A device, as it is saved.
 #[derive(Debug, Serialize, Deserialize)]
@@ -46,6 +49,17 @@ struct State {
     posted: Option<(u16, Vec<(u64, u32)>)>,
     ballooned: Ballooned,
     last_bits: LastBits,
+    /// What may have been compaction's.
+    #[serde(default)]
+    aside: Option<AsideRecord>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct AsideRecord {
+    before: Ballooned,
+    named: Ballooned,
+    digest: u64,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -93,6 +107,11 @@ impl<M: GuestAddressSpace> Balloon<M> {
             posted,
             ballooned: Ballooned::of(self.ballooned.pages()),
             last_bits: self.ballooned.last_bits(),
+            aside: self.ballooned.aside().map(|aside| AsideRecord {
+                before: Ballooned::of(&aside.before),
+                named: Ballooned::of(&aside.named),
+                digest: aside.digest,
+            }),
         };
         #[expect(
             clippy::expect_used,
@@ -111,9 +130,9 @@ impl<M: GuestAddressSpace> Balloon<M> {
     /// # Errors
     /// [`Error::State`] for anything that this device could not have saved. Nothing changes then.
     pub fn restore(&mut self, section: &Section) -> Result<()> {
-        if section.name != NAME || section.version != VERSION {
+        if section.name != NAME || !(VERSION_BEFORE..=VERSION).contains(&section.version) {
             return Err(Error::State(format!(
-                "section {:?} version {} is not {NAME:?} version {VERSION}",
+                "section {:?} version {} is not {NAME:?} version {VERSION_BEFORE} or {VERSION}",
                 section.name, section.version
             )));
         }
@@ -125,6 +144,7 @@ impl<M: GuestAddressSpace> Balloon<M> {
             check_head(&queues, Role::Stats, head)?;
         }
         let ballooned = state.ballooned.into_set(&self.layout)?;
+        let aside = state.aside.map(|aside| aside.into_sets(&self.layout)).transpose()?;
 
         self.end_open();
         self.asking = asking;
@@ -137,12 +157,14 @@ impl<M: GuestAddressSpace> Balloon<M> {
         self.space.poison_val = state.poison_val;
         self.stats.held = state.held_stats;
         self.stats.last = state.stats;
-        self.ballooned.replace(ballooned, state.last_bits);
+        self.ballooned.replace(ballooned, state.last_bits, aside);
         let stopped = |slot: &Slot| slot.queue.is_none() && matches!(slot.role, Role::Inflate | Role::Deflate);
         if self.queues.iter().flatten().any(stopped) {
             self.ballooned.deafen();
         }
-        self.ballooned.speak(self.config.dialect.form(self.acked, &self.layout));
+        let tells = self.acked & feature::MUST_TELL_HOST != 0;
+        self.ballooned
+            .speak(self.config.dialect.form(self.acked, &self.layout), tells);
         Ok(())
     }
 
@@ -269,6 +291,16 @@ fn check_head(queues: &[Option<Slot>], role: Role, head: u16) -> Result<()> {
         _ => Err(Error::State(format!(
             "it holds buffer {head} of a {role:?} queue that cannot have it"
         ))),
+    }
+}
+
+impl AsideRecord {
+    fn into_sets(self, layout: &Arc<Layout>) -> Result<Aside> {
+        Ok(Aside {
+            before: self.before.into_set(layout)?,
+            named: self.named.into_set(layout)?,
+            digest: self.digest,
+        })
     }
 }
 

@@ -21,7 +21,7 @@ fn ballooned() -> Hand {
     );
     hand.ballooned = Some(hand.set(&[r(10, 20)]));
     hand.counts = all(|_| 100);
-    let mut hand = hand.is_asked(false);
+    let mut hand = hand.with_question(false);
     let sent = hand.round_0_over();
     assert_eq!(sent.count(), 44, "the balloon was left out");
     hand

@@ -37,8 +37,8 @@ pub struct BalloonCounts {
     /// Of `malformed`: windows of an answer that were not the one that was due, as they overlap those before or leave some
     /// out. The whole answer is dropped.
     pub stray_windows: u64,
-    /// Inflate buffers with the bits of the buffer before them, as compaction sends them: nothing in the balloon was
-    /// believed from there on, as a page left it without a word.
+    /// Inflate buffers as compaction sends them, with the bits of the buffer before them or with none at all: nothing in
+    /// the balloon was believed from there on, as a page left it without a word.
     pub stale_bitmaps: u64,
     /// Page frame numbers and bits that name no RAM (holes of the layout, past its end). Ignored.
     pub bad_pfns: u64,

@@ -535,7 +535,11 @@ fn much_memory_is_given_back_by_several_threads_and_each_range_is_told_of_once()
     ram.populate_all().unwrap();
     let range = |start: u64, end: u64| PageRange::between(Pfn(start), Pfn(end));
     // The second reaches past the end of RAM: refused whole or in part, and only that one.
-    let ranges = [range(3, 60 * MIB), range(190 * MIB, 200 * MIB), range(70 * MIB, 180 * MIB + 1)];
+    let ranges = [
+        range(3, 60 * MIB),
+        range(190 * MIB, 200 * MIB),
+        range(70 * MIB, 180 * MIB + 1),
+    ];
     let mut told = Vec::new();
     ram.discard_all(&ranges, &mut |range, result| told.push((range, result.is_ok())));
     assert_eq!(told, [(ranges[0], true), (ranges[1], false), (ranges[2], true)]);

@@ -449,7 +449,7 @@ fn the_flag_of_the_last_answer_in_an_inflate_bitmap_is_stale_and_harmless() {
             },
         ));
         assert!(question(&guest, 1).is_some());
-        // The first inflation after an answer may be the answer's bits, as compaction sends them, and is not believed.
+        // The first inflation after an answer may be the answer's bits, as compaction sends them: the next buffer tells.
         resize(&guest, 2500);
         assert_eq!(guest.balloon().unwrap().lock().ballooned().count(), 0);
         resize(&guest, 5000);
@@ -572,7 +572,7 @@ fn a_lying_guest_loses_at_most_what_it_lied_about() {
         let run = used[usize::try_from(below(used.len() as u64)).unwrap()];
         let first = Pfn(run.start().0 + below(run.count()));
         let count = (1 + below(400)).min(32_768 - first.0);
-        // A page at a multiple of 64 is not believed to be in a balloon of bitmaps.
+        // Two pages at least: one at a multiple of 64 alone is never believed to be in a balloon of bitmaps.
         PageRange::between(first, Pfn(first.0 + count.max(2).min(32_768 - first.0)))
     };
     // A question alone, a question with a balloon, a balloon alone.

@@ -144,10 +144,10 @@ impl Hand {
 
     /// Up to round 0 with the guest being asked.
     pub fn asking(config: SourceConfig, pages: u64, allocates: bool) -> Self {
-        Hand::new(config, pages).is_asked(allocates)
+        Hand::new(config, pages).with_question(allocates)
     }
 
-    pub fn is_asked(self, allocates: bool) -> Self {
+    pub fn with_question(self, allocates: bool) -> Self {
         let mut hand = self;
         hand.hears(Message::Accept(Accept { populated: false }));
         assert_eq!(hand.steps(), [Step::StartTracking]);

@@ -22,7 +22,8 @@ impl Discard for Ram {
     }
 
     fn discard_all(&self, ranges: &[PageRange], done: &mut dyn FnMut(PageRange, machine::Result<()>)) {
-        self.0.discard_all(ranges, &mut |range, result| done(range, result.map_err(Into::into)));
+        self.0
+            .discard_all(ranges, &mut |range, result| done(range, result.map_err(Into::into)));
     }
 
     fn granule_pages(&self) -> u64 {
