@@ -81,8 +81,12 @@ impl GuestRam for TamperedRam {
         self.inner.fill(range, value)
     }
 
-    fn populate(&self, range: PageRange) -> Result<()> {
-        GuestRam::populate(&*self.inner, range)
+    fn expect(&self, ranges: &[PageRange]) {
+        self.inner.expect(ranges);
+    }
+
+    fn settle(&self) {
+        self.inner.settle();
     }
 
     fn digest(&self, range: PageRange) -> Result<u128> {

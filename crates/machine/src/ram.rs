@@ -56,11 +56,14 @@ pub trait GuestRam: Send + Sync {
     /// Fills `range` with the 32-bit little-endian pattern `value`, over and over (the balloon's `poison_val`).
     fn fill(&self, range: PageRange, value: u32) -> Result<()>;
 
-    /// Populates `range` with memory of the host ahead of its arrival, in bulk. A hint: doing nothing is valid.
-    fn populate(&self, range: PageRange) -> Result<()> {
-        let _ = range;
-        Ok(())
+    /// The content of `ranges`, the data of one batch, is about to be written: the place to find memory of the host for
+    /// them. A hint, which peers decide about; doing nothing is valid.
+    fn expect(&self, ranges: &[PageRange]) {
+        let _ = ranges;
     }
+
+    /// All that a source sends is there, and the guest runs: what [`GuestRam::expect`] did for the time being may end.
+    fn settle(&self) {}
 
     /// The sum, with wrap-around, over the pages of `range` that are not all zero, of a 128-bit digest of the page's
     /// number and content. The order of pages does not matter, a zero page adds nothing, and a page that is not present

@@ -120,8 +120,12 @@ impl GuestRam for GuestMemory {
         Ok(())
     }
 
-    fn populate(&self, range: PageRange) -> machine::Result<()> {
-        Ok(GuestMemory::populate(self, range)?)
+    fn expect(&self, ranges: &[PageRange]) {
+        self.expect_content(ranges);
+    }
+
+    fn settle(&self) {
+        self.content_is_there();
     }
 
     fn digest(&self, range: PageRange) -> machine::Result<u128> {

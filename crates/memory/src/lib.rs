@@ -28,6 +28,7 @@ mod populate;
 mod presence;
 mod ram;
 mod sending;
+mod sparse;
 mod sys;
 pub mod trackers;
 mod write_log;

@@ -3,6 +3,7 @@
 use crate::backing::{Backing, Storage};
 use crate::device_memory::VmMemory;
 use crate::error::{Error, Result};
+use crate::sparse::Sparse;
 use crate::sys::map::{self, Mapping, Source};
 use crate::sys::pagemap::Pagemap;
 use crate::sys::{iov, pagemap, size};
@@ -35,6 +36,8 @@ pub struct GuestMemory {
     pub(crate) populated: AtomicBool,
     /// The trackers' logs of writes that they would not see.
     pub(crate) logs: Arc<WriteLogs>,
+    /// What arrives singly takes no huge pages.
+    pub(crate) sparse: Sparse,
 }
 
 /// The mapping of one region.
@@ -81,6 +84,7 @@ impl GuestMemory {
         let pagemap = Pagemap::open()
             .inspect_err(|e| tracing::warn!(error = %e, "no /proc/self/pagemap: holes are found by slower ways"))
             .ok();
+        let sparse = Sparse::new(layout.end());
         Ok(GuestMemory {
             layout,
             storage,
@@ -89,6 +93,7 @@ impl GuestMemory {
             vm: Some(Arc::new(vm)),
             populated: AtomicBool::new(false),
             logs,
+            sparse,
         })
     }
 

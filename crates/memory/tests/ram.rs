@@ -549,3 +549,32 @@ fn much_memory_is_given_back_by_several_threads_and_each_range_is_told_of_once()
         assert_eq!(present.count_range(kept), kept.count(), "{kept}");
     }
 }
+
+#[test]
+fn pages_that_come_singly_take_no_huge_pages_and_those_that_come_in_bulk_do() {
+    let ram = GuestMemory::new(Arc::new(Layout::flat(64 << 10).unwrap()), &Backing::Anonymous).unwrap();
+    let page = |pfn: u64| PageRange::between(Pfn(pfn), Pfn(pfn + 1));
+    let present = || ram.present().unwrap().count();
+    ram.copy_in(page(5), &[1; 4096]).unwrap();
+    if present() == 1 {
+        return skipped("this host gives no transparent huge pages");
+    }
+    assert_eq!(present(), 512);
+    // One page in 64 of 64 MiB, and then 1 MiB of a block.
+    let single: Vec<PageRange> = (0..256).map(|i| page(16384 + i * 64)).collect();
+    let bulk = [PageRange::between(Pfn(512 * 20), Pfn(512 * 20 + 256))];
+    for ranges in [&single[..], &bulk] {
+        ram.expect(ranges);
+        for range in ranges {
+            ram.copy_in(*range, &vec![2; (range.count() << 12) as usize]).unwrap();
+        }
+    }
+    assert_eq!(present(), 512 + 256 + 512);
+    // All of RAM may have huge pages again.
+    ram.settle();
+    ram.copy_in(page(512 * 100), &[1; 4096]).unwrap();
+    let fresh = single[0].start().0 + 3 * 512;
+    ram.discard(PageRange::between(Pfn(fresh), Pfn(fresh + 512))).unwrap();
+    ram.copy_in(page(fresh), &[1; 4096]).unwrap();
+    assert_eq!(present(), 512 + 256 - 8 + 512 + 512 + 512);
+}

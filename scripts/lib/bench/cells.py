@@ -1,9 +1,10 @@
 """What is measured: cells, each a guest on a kind of memory over a link, and who takes part in it.
 
 A contender's name says how it is set up. `qemu`, `qemu-hints`, each with `-2ch` or `-4ch` for multifd and `-zstd` for
-its compression; `ours`, with `-skip-none`, `-compress` (auto), `-unverified` (it counts CPU time), `-memory` (its own
-memory is sampled) or `-soft` (the built-in guest, which runs, as much of it in use) behind it, or with the size of a
-sparse soft guest; `floor`.
+its compression; `ours`, with `-skip-none`, `-zero-skipped` (free pages are sent, zero pages and holes are not),
+`-compress` (auto), `-unverified` (it counts CPU time), `-memory` (its own memory is sampled), `-soft` (the built-in guest,
+which runs, as much of it in use) or `-soft-asked` (the same, and its balloon is asked for free pages) behind it, or with
+the size of a sparse soft guest; `floor`.
 """
 
 import itertools
@@ -55,21 +56,23 @@ def kind_of(cell, contender):
 
 
 _QEMU = ("qemu", "qemu-2ch", "qemu-4ch", "qemu-hints", "qemu-hints-2ch", "qemu-hints-4ch")
-_COMPRESSED = ("qemu-zstd-4ch", "qemu-hints-zstd-4ch")
+_COMPRESSED = ("qemu-zstd-4ch", "qemu-hints-zstd-2ch", "qemu-hints-zstd-4ch")
 _FEW = ("qemu", "qemu-4ch", "qemu-hints", "ours")
 
 
 def usual():
     """The cells that the goals need, and one or more of each life, memory, receiver and setting of init_on_alloc."""
+    fresh = (*_QEMU, "ours", "ours-soft", "ours-soft-asked", "ours-skip-none", "ours-zero-skipped", "floor")
+    aged = (*_QEMU, "ours", "ours-soft-asked", "ours-skip-none", "ours-zero-skipped", "ours-zero-skipped-unverified", "floor")
     return [
         Cell("sparse", 0, "anon", "cold", tuple(f"ours-{size}" for size in SPARSE)),
-        Cell("fresh", 0, "anon", "cold", (*_QEMU, "ours", "ours-soft", "ours-skip-none", "floor")),
+        Cell("fresh", 0, "anon", "cold", fresh),
         Cell("fresh", 0, "anon", "populated", (*_QEMU, "ours", "floor")),
         Cell("fresh", 0, "memfd", "cold", ("qemu-hints", "qemu-hints-4ch", "ours", "ours-memory")),
         Cell("fresh", 0, "anon", "cold", (*_QEMU, *_COMPRESSED, "ours", "ours-compress"), gbit=1),
         Cell("fresh", 1, "anon", "cold", _FEW),
         Cell("fresh", 1, "memfd", "cold", ("qemu", "qemu-4ch", "qemu-hints", "ours")),
-        Cell("aged", 0, "anon", "cold", (*_QEMU, "ours", "ours-skip-none", "ours-skip-none-unverified", "floor")),
+        Cell("aged", 0, "anon", "cold", aged),
         Cell("aged", 1, "anon", "cold", _FEW),
         Cell("busy", 0, "anon", "cold", (*_QEMU, "ours")),
         Cell("busy", 1, "anon", "cold", _FEW),
@@ -93,7 +96,7 @@ def behind_links():
     """The cells of `scripts/bench links`."""
     cells = []
     for gbit, delay in itertools.product((10, 1), (0.2, 20)):
-        who = (*_QEMU, "qemu-hints-zstd-4ch", "ours", "ours-compress", "floor")
+        who = (*_QEMU, *_COMPRESSED[1:], "ours", "ours-compress", "floor")
         cells.append(Cell("fresh", 0, "anon", "cold", who, gbit=gbit, delay_ms=delay))
         cells.append(Cell("busy", 0, "anon", "cold", _FEW, gbit=gbit, delay_ms=delay))
     return cells
@@ -123,6 +126,10 @@ def ours_of(cell, contender, programs, downtime_ms):
     send = ["--downtime-limit", f"{downtime_ms}ms"]
     if "skip-none" in contender:
         send += ["--skip", "none"]
+    elif "zero-skipped" in contender:
+        send += ["--skip", "zero,hole"]
+    if "asked" in contender:
+        send += ["--ask", "always"]  # where no page was ever touched it would not ask by itself
     if "compress" in contender:
         send += ["--compress", "auto"]
     elif cell.gbit and not programs.missing(["--compress"]):

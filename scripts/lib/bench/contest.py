@@ -26,7 +26,8 @@ class Missing(Exception):
 class Results:
     """The figures of all runs, by cell and contender, and why there are none where there are none."""
 
-    def __init__(self):
+    def __init__(self, rounds=0):
+        self.rounds = rounds  # how many runs each is to have
         self._runs = {}
         self._why = {}
         self.failed = False
@@ -44,6 +45,31 @@ class Results:
     def skipped(self, cell, contender):
         """Whether it was found that there will be no figures."""
         return (cell, contender) in self._why
+
+    def failed_in(self, cell, contender):
+        """Whether it could have been had and was not, or not in every round."""
+        return self._why.get((cell, contender), "").startswith("FAILED: ")
+
+    def lacking(self, cell, contender):
+        """What is missing of a contender, in words, or None when all of its runs are there."""
+        have, why = len(self._runs.get((cell, contender), [])), self._why.get((cell, contender))
+        if not have:
+            return f"without {contender}: {why or 'it did not take part'}"
+        if have < self.rounds or why:
+            return f"{contender} in {have} of {self.rounds} rounds{': ' + why if why else ''}"
+        return None
+
+    def remarks(self, cell, contender):
+        """What is to be known of a contender's figures, in words: compression, questions that were not asked."""
+        runs = self._runs.get((cell, contender), [])
+        found = []
+        for name in sorted({run.get("compression") or "none" for run in runs} - {"none"}):
+            count = sum(run.get("compression") == name for run in runs)
+            found.append(f"{contender} compressed by {name} in {count} of {len(runs)} rounds")
+        silent = sum(run.get("asked") is False for run in runs) if "asked" in contender.split("-") else 0
+        if silent:
+            found.append(f"{contender} did not ask in {silent} of {len(runs)} rounds")
+        return found
 
     def each(self):
         """All cells and contenders with their runs."""
@@ -107,7 +133,7 @@ class Contest:
             try:
                 with self.open_link(cell) as link:
                     self._cell(cell, link)
-            except ScriptError as error:
+            except (ScriptError, OSError) as error:
                 for contender in cell.contenders:
                     self.results.skip(cell.name, contender, error)
                 progress(f"SKIPPED {cell.name}: {error}")
@@ -117,19 +143,25 @@ class Contest:
 
     def _cell(self, cell, link):
         self.templates.get_all(cell.kinds())
+        used = self._used_bytes(cell)
         for number in range(self.settings.rounds):
             for contender in cell.contenders if number % 2 == 0 else cell.contenders[::-1]:
                 if self.results.skipped(cell.name, contender):
                     continue
                 try:
                     figures = self._one(cell, contender, link)
-                except ScriptError as error:
+                except (ScriptError, OSError) as error:
                     self.results.skip(cell.name, contender, error)
                     progress(f"SKIPPED {cell.name} {contender}: {error}")
                     continue
-                self.results.add(cell.name, contender, figures)
+                self.results.add(cell.name, contender, {**figures, "used_bytes": used})
                 total = f"{figures['total_ms']:.0f} ms" if figures["total_ms"] else f"more than {figures['limit_s']} s"
                 progress(f"{cell.name} {contender}, round {number + 1}: {total}")
+
+    def _used_bytes(self, cell):
+        """What is not zero of the guest, one number for all in a cell; None where each has a guest of its own."""
+        kinds = sorted(cell.kinds(), key=lambda kind: (not kind.hint, str(kind)))  # ours sends the one with hints
+        return self.templates.used_bytes(kinds[0]) if kinds else None
 
     def _settle(self):
         time.sleep(self.settings.settle_s)
@@ -154,7 +186,12 @@ class Contest:
         sizes = self.templates.sizes
         if cell.life == "sparse":
             return ours.soft_guest(cells.SPARSE[contender.removeprefix("ours-")], "--used", cells.SPARSE_USED)
-        if cell.life == "busy" or contender == "ours-soft":
+        if cell.life == "aged" and contender.startswith("ours-soft"):
+            used = self.templates.not_free_bytes(Kind(cell.life, cell.init, True)) // MIB * MIB
+            room = sizes.memory_bytes * 31 // 32 - used - 5 * MIB  # the soft guest's own tables take the rest
+            aged = ["--used", f"{used // MIB}M", "--aged", f"{max(0, min(sizes.age_bytes, room)) // MIB}M"]
+            return ours.soft_guest(sizes.memory_bytes, *aged, *(["--init-on-alloc"] if cell.init else []))
+        if cell.life == "busy" or contender.startswith("ours-soft"):
             used = f"{self.templates.used_bytes(Kind(cell.life, cell.init, True)) // MIB}M"
             workload = f"churn:{sizes.churn_pages_per_s}" if cell.life == "busy" else "idle"
             init = ["--init-on-alloc"] if cell.init else []

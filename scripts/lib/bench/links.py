@@ -14,7 +14,8 @@ from pathlib import Path
 
 from emulated import process
 from emulated.basics import ScriptError, compile_static, run
-from measure import Unavailable
+from measure import Unavailable, first_line
+from ours import milliseconds
 
 HERE = Path(__file__).resolve().parent
 _SOURCE, _RECEIVER = "10.85.0.1", "10.85.0.2"
@@ -35,9 +36,12 @@ class Link:
         command = [sys.executable, str(HERE / "plain_copy.py")]
         receiver = subprocess.Popen([*self.receiver, *command, "receive", _RECEIVER], stdout=subprocess.PIPE, text=True)
         with receiver:
-            port = receiver.stdout.readline().strip()
-            said = run("a plain copy", [*self.source, *command, "send", _RECEIVER, port, str(int(moved_bytes))])
-        ms = float(said)
+            try:
+                port = first_line(receiver, "the receiver of a plain copy", _START_S)
+                said = run("a plain copy", [*self.source, *command, "send", _RECEIVER, port, str(int(moved_bytes))])
+            finally:
+                receiver.kill()  # after its word to the sender there is nothing left to do; without, it would wait on
+        ms = milliseconds(said)
         return {"total_ms": ms, "moved_bytes": moved_bytes, "round_0_bytes_per_s": moved_bytes / ms * 1e3}
 
 

@@ -1,6 +1,7 @@
 """What is read of processes and of the machine: CPU time and memory. And the word for what is not to be had."""
 
 import os
+import select
 import time
 
 from emulated.basics import ScriptError
@@ -12,7 +13,17 @@ class Unavailable(ScriptError):
 
 def cpu_seconds(pid):
     """CPU seconds of a process that is there, all its threads, ended ones too, by its own clock in nanoseconds."""
-    return time.clock_gettime((~pid << 3) | 2)  # what clock_getcpuclockid(3) makes of a pid
+    try:
+        return time.clock_gettime((~pid << 3) | 2)  # what clock_getcpuclockid(3) makes of a pid
+    except OSError as error:
+        raise ScriptError(f"reading the CPU time of process {pid}: {error}: it has ended") from error
+
+
+def first_line(started, name, limit_s):
+    """The first line that a process prints, empty when it ends without; it has so long for it."""
+    if not select.select([started.stdout], [], [], limit_s)[0]:
+        raise ScriptError(f"{name} said nothing within {limit_s} s")
+    return started.stdout.readline().strip()
 
 
 def status_bytes(pid):

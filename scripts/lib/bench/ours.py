@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[3]
 _LIMIT_S = 300
 _TIMED_OUT = 6  # what both commands end with when --timeout has passed
 _RUN_FOR_MS = 100
+_START_S = 120  # for a receiver to listen, all its memory populated
+_JOIN_S = 10
 _SAMPLE_S = 0.001
 
 
@@ -131,8 +133,8 @@ def migrate(programs, scratch, guest, way, memory_bytes, *, link=None, before=la
         command += ["--ram", str(work / "ram")] if way.shared else []
         command += _prealloc(memory_bytes) if way.prealloc else []
         receiver = _start(closing, command, work / "receiver.log", stdout=subprocess.PIPE, text=True)
-        address = receiver.stdout.readline().strip().removeprefix("listening on ")
         closing.callback(receiver.stdout.close)
+        address = measure.first_line(receiver, "migrate-recv", _START_S).removeprefix("listening on ")
         if not address:
             _wait(receiver, "migrate-recv")
             raise ScriptError("migrate-recv ended without an error and without listening")
@@ -142,13 +144,24 @@ def migrate(programs, scratch, guest, way, memory_bytes, *, link=None, before=la
         command += ["--timeout", f"{way.timeout_s}s"] if way.timeout_s else []
         sender = _start(closing, command, work / "source.log", stdout=subprocess.DEVNULL)
         peak, thread = _sampled(sender) if way.sample else ([None], None)
-        if thread:
-            thread.join()
         cpu = _wait(sender, "migrate-send", way.timeout_s) + _wait(receiver, "migrate-recv", way.timeout_s)
-        return _figures(json.loads((work / "source.json").read_text()), way, cpu, peak[0])
+        if thread:
+            thread.join(_JOIN_S)
+        try:
+            report = json.loads((work / "source.json").read_text())
+        except (OSError, ValueError) as error:
+            raise ScriptError(f"reading the report of migrate-send: {error}") from error
+        return _figures(report, way, cpu, peak[0])
 
 
 def _figures(report, way, cpu, peak):
+    try:
+        return _taken(report, way, cpu, peak)
+    except (KeyError, IndexError, TypeError) as error:
+        raise ScriptError(f"the report of migrate-send is not as it should be: {error!r}") from error
+
+
+def _taken(report, way, cpu, peak):
     if report["result"] == "timed-out":
         return {"total_ms": None, "downtime_ms": None, "limit_s": way.timeout_s, "moved_bytes": report["wire_bytes"]}
     if way.verify and report["verified"] is not True:
@@ -164,8 +177,20 @@ def _figures(report, way, cpu, peak):
         "streams": report["streams"],
         "cpu_s": cpu,
         "own_bytes": peak,
-        "compression": report.get("compress"),
+        "compression": (report.get("compress") or {}).get("used", "none"),
+        "asked": report["balloon"]["asked"],
     }
+
+
+def milliseconds(said):
+    """What a plain copy printed."""
+    try:
+        ms = float(said)
+    except ValueError as error:
+        raise ScriptError(f"a plain copy said {said[:80]!r} in place of milliseconds") from error
+    if not ms > 0:
+        raise ScriptError(f"a plain copy said that it took {ms} ms")
+    return ms
 
 
 def plain_copy(programs, moved_bytes, prealloc=False, *, before=lambda: None):
@@ -173,5 +198,5 @@ def plain_copy(programs, moved_bytes, prealloc=False, *, before=lambda: None):
     before()
     mib = max(1, round(moved_bytes / MIB))
     said = run("a plain copy", [programs.plain_copy, str(mib), *(["--prealloc"] if prealloc else [])])
-    ms = float(said)
+    ms = milliseconds(said)
     return {"total_ms": ms, "moved_bytes": mib * MIB, "round_0_bytes_per_s": mib * MIB / ms * 1e3}

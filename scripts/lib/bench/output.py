@@ -47,6 +47,11 @@ def _number(value):
     return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
 
 
+def _print_note(row):
+    if row.note:
+        print(f"    {row.note}")
+
+
 def print_goals(rows):
     """The table of goals."""
     print(f"\n{'goal':<50}{'ours':>10}{'peer':>10} {'unit':<5}{'ratio':>8}  {'goal':<10}{'':<8}peer")
@@ -54,10 +59,13 @@ def print_goals(rows):
         if row.skipped:
             print(f"{row.name:<50}SKIPPED: {row.skipped}")
             continue
-        goal = f"{'>=' if row.at_least else '<='} {row.goal:g}{' ' + row.unit if row.judged == 'ours' else ''}"
+        goal = "none"
+        if row.goal is not None:
+            goal = f"{'>=' if row.at_least else '<='} {row.goal:g}{' ' + row.unit if row.judged == 'ours' else ''}"
         verdict = {True: "met", False: "MISSED", None: "-"}[row.met]
         line = f"{row.name:<50}{_number(row.ours):>10}{_number(row.peer):>10} {row.unit:<5}{_number(row.ratio):>8}"
         print(f"{line}  {goal:<10}{verdict:<8}{row.peer_name}")
+        _print_note(row)
 
 
 def print_details(rows, costs):
@@ -68,6 +76,7 @@ def print_details(rows, costs):
         spread = f"{min(runs):.1f} .. {max(runs):.1f}"
         ratio = f"{_number(row.ratio):>9}" + ("  (floor / ours)" if row.peer_name == "floor" else "")
         print(f"{row.name:<62}{row.peer:>10.1f}  {spread:<22}{ratio}")
+        _print_note(row)
     if costs:
         print("\nverifying, ms, which no total above has in it")
         for row in costs:

@@ -20,7 +20,7 @@ def receive(address):
         link, _ = server.accept()
     with link:
         total = int.from_bytes(link.recv(8, socket.MSG_WAITALL), "big")
-        memory = memoryview(mmap.mmap(-1, total))
+        memory = memoryview(mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         at = 0
         while at < total:
             got = link.recv_into(memory[at : at + _STEP])

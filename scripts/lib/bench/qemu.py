@@ -20,6 +20,7 @@ from templates import STATE, devices
 _START_S = 60
 _LOAD_S = 300
 _SAMPLE_S = 0.02
+_STOP_S = 30  # for the source's word that it had stopped, once the destination runs
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ class _Peak:
         self._thread.start()
 
     def _run(self, pid):
-        while not self._ended.wait(_SAMPLE_S):
-            self.bytes = max(self.bytes, measure.own_bytes(pid) or 0)
+        while not self._ended.wait(_SAMPLE_S) and (now := measure.own_bytes(pid)) is not None:
+            self.bytes = max(self.bytes, now)
 
     def growth(self):
         """The most that it held more than before."""
@@ -133,7 +134,11 @@ def _prepare(source, dest, way, address):
     dest.set(capabilities, **common)
     source.set(capabilities, max_bandwidth=100 << 30, downtime_limit=way.downtime_ms, **common)
     dest.qmp.command("migrate-incoming", uri=f"tcp:{address}:0")
-    return dest.qmp.command("query-migrate")["socket-address"][0]["port"]
+    told = dest.qmp.command("query-migrate")
+    try:
+        return told["socket-address"][0]["port"]
+    except (KeyError, IndexError) as error:
+        raise ScriptError(f"QEMU does not say where it listens: {told}") from error
 
 
 def _timed(source, dest, way, uri):
@@ -155,13 +160,16 @@ def _timed(source, dest, way, uri):
             return {"total_ms": None, "limit_s": way.limit_s}
     cpu = sum(map(measure.cpu_seconds, pids)) - cpu
     ram = source.qmp.command("query-migrate").get("ram", {})
+    deadline = time.monotonic() + _STOP_S
     while not source.qmp.when("STOP"):
+        if time.monotonic() > deadline:
+            raise ScriptError(f"QEMU's source did not say within {_STOP_S} s that it had stopped")
         source.qmp.take_events(1)
     resumed = dest.qmp.when("RESUME")
     return {
         "total_ms": (resumed - began) * 1e3,
         "downtime_ms": (resumed - source.qmp.when("STOP")) * 1e3,
-        "moved_bytes": ram["transferred"],
+        "moved_bytes": ram.get("transferred"),
         "cpu_s": cpu,
         "own_bytes": peak.growth() if peak else None,
     }

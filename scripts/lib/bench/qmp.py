@@ -36,13 +36,19 @@ class Qmp:
                 raise ScriptError("QEMU closed its control socket: it has ended")
             self._rest += data
         line, self._rest = self._rest.split(b"\n", 1)
-        return json.loads(line)
+        try:
+            return json.loads(line)
+        except ValueError as error:
+            raise ScriptError(f"QEMU's control socket: no JSON: {line[:80]!r}") from error
 
     def command(self, name, **arguments):
         """Carries out a command; its result."""
         request = {"execute": name, "arguments": arguments} if arguments else {"execute": name}
         self._link.settimeout(_ANSWER_S)
-        self._link.sendall(json.dumps(request).encode() + b"\n")
+        try:
+            self._link.sendall(json.dumps(request).encode() + b"\n")
+        except OSError as error:
+            raise ScriptError(f"asking QEMU for {name}: {error}") from error
         deadline = time.monotonic() + _ANSWER_S
         while True:
             message = self._next(deadline)

@@ -5,6 +5,7 @@ RAM of the same moment with its layout and the map of its free pages. So a round
 first one was, and a guest that was hinted, zeroed or scanned by one contender is not what the next one gets.
 """
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -82,6 +83,8 @@ class Templates:
         except ScriptError as error:
             raise Unavailable(f"no guest: {error}") from error
         self.initrd = initrd.build(busybox, self.scratch, self._modules())
+        # busybox, the modules and the guest's program are in the initrd
+        self._guest = hashlib.sha256(self.kernel.read_bytes() + self.initrd.read_bytes()).hexdigest()[:12]
 
     def _modules(self):
         tree = self.kernel.parent.parent / "lib/modules"
@@ -105,7 +108,7 @@ class Templates:
         sizes = f"{self.sizes.memory_bytes // MIB}M-{self.sizes.age_bytes // MIB}M"
         if kind.life == "busy":
             sizes += f"-{self.sizes.churn_bytes // MIB}M-{self.sizes.churn_pages_per_s}"
-        return self.disk / f"{kind}-{sizes}-qemu-{self.program.version}"
+        return self.disk / f"{kind}-{sizes}-qemu-{self.program.version}-{self._guest}"
 
     def get_all(self, kinds):
         """Makes templates that are not there: two at a time where memory is no matter, for they wait more than they do.
@@ -134,6 +137,11 @@ class Templates:
     def used_bytes(self, kind):
         """How much of a guest's RAM is not zero: what its state takes, which holds no more."""
         return (self.get(kind) / STATE).stat().st_blocks * 512
+
+    def not_free_bytes(self, kind):
+        """How much of a guest's RAM is not free, zero pages among it; of a guest whose free pages were taken."""
+        free = int.from_bytes((self.get(kind) / image.FREE).read_bytes(), "little").bit_count()
+        return self.sizes.memory_bytes - free * PAGE_BYTES
 
     def ram(self, kind):
         """The folder with a guest's RAM, layout and free map for ours, in memory as a running guest's is."""

@@ -158,6 +158,7 @@ impl Receiver {
                 }
             }
         }
+        self.ram.expect(data);
         if let Some(codec) = header.codec() {
             return self.unpack(codec, header, data, unpacking);
         }

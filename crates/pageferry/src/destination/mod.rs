@@ -31,7 +31,8 @@ pub(crate) async fn run(listener: Listener, options: ReceiveOptions, prepare: Pr
         };
         let outcome = receive(&mut desk, &mut worker, &options, &watch).await;
         desk.close();
-        let guest = tokio::task::spawn_blocking(move || worker.finish())
+        let finish = move || worker.finish().inspect(|guest| guest.ram.settle());
+        let guest = tokio::task::spawn_blocking(finish)
             .await
             .ok()
             .flatten();
