@@ -2,9 +2,9 @@
 
 A contender's name says how it is set up. `qemu`, `qemu-hints`, each with `-2ch` or `-4ch` for multifd and `-zstd` for
 its compression; `ours`, with `-skip-none`, `-zero-skipped` (free pages are sent, zero pages and holes are not),
-`-compress` (auto), `-unverified` (it counts CPU time), `-memory` (its own memory is sampled), `-soft` (the built-in guest,
-which runs, as much of it in use) or `-soft-asked` (the same, and its balloon is asked for free pages) behind it, or with
-the size of a sparse soft guest; `floor`.
+`-compress` (auto), `-unverified` (it counts CPU time), `-memory` (its own memory is sampled), `-soft` (the built-in
+guest, which runs, as much of it in use) or `-soft-asked` (the same, and its balloon is asked for free pages) behind it,
+or with the size of a sparse soft guest; `floor`.
 """
 
 import itertools
@@ -63,7 +63,8 @@ _FEW = ("qemu", "qemu-4ch", "qemu-hints", "ours")
 def usual():
     """The cells that the goals need, and one or more of each life, memory, receiver and setting of init_on_alloc."""
     fresh = (*_QEMU, "ours", "ours-soft", "ours-soft-asked", "ours-skip-none", "ours-zero-skipped", "floor")
-    aged = (*_QEMU, "ours", "ours-soft-asked", "ours-skip-none", "ours-zero-skipped", "ours-zero-skipped-unverified", "floor")
+    aged = (*_QEMU, "ours", "ours-soft-asked", "ours-skip-none", "ours-zero-skipped")
+    aged += ("ours-zero-skipped-unverified", "floor")
     return [
         Cell("sparse", 0, "anon", "cold", tuple(f"ours-{size}" for size in SPARSE)),
         Cell("fresh", 0, "anon", "cold", fresh),

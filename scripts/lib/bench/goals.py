@@ -140,7 +140,8 @@ def _row(goal, results, downtime_ms):
     notes = [results.lacking(goal.cell, name) for name in named]
     notes += [remark for name in (goal.ours, row.peer_name) for remark in results.remarks(goal.cell, name)]
     # A verdict on ours alone needs no peer.
-    row.withdrawn = any(results.failed_in(goal.cell, name) for name in (named if goal.judged == "ratio" else named[:1]))
+    judged = named if goal.judged == "ratio" else named[:1]
+    row.withdrawn = any(results.failed_in(goal.cell, name) for name in judged)
     row.note = "; ".join(note for note in notes if note) or None
     return row
 
@@ -158,7 +159,8 @@ def details(results):
         own = "ours-8g" if cell == "sparse" else "ours"
         row = Row(f"{cell}-{contender}", peer=results.median(cell, contender, "total_ms"), peer_name=contender)
         row.runs = {"ours": [], "peer": results.runs(cell, contender, "total_ms")}
-        row.note = "; ".join(filter(None, [results.lacking(cell, contender), *results.remarks(cell, contender)])) or None
+        notes = [results.lacking(cell, contender), *results.remarks(cell, contender)]
+        row.note = "; ".join(filter(None, notes)) or None
         try:
             row.ours = results.median(cell, own, "total_ms")
             row.runs["ours"] = results.runs(cell, own, "total_ms")
@@ -174,7 +176,10 @@ def verify_costs(results):
     found = []
     for (cell, contender), _ in results.each().items():
         if contender == "ours":
-            runs = results.runs(cell, contender, "verify_ms")
+            try:
+                runs = results.runs(cell, contender, "verify_ms")
+            except Missing:
+                continue
             value = results.median(cell, contender, "verify_ms")
             found.append(Row(f"verify-{cell}", ours=value, runs={"ours": runs, "peer": []}))
     return found

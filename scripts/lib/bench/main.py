@@ -123,21 +123,65 @@ def sizes_for(arguments, gbit):
     return Sizes(arguments.memory, arguments.memory * 3 // 4 // MIB * MIB, churn, max(1, rate // 4096))
 
 
-def measure(arguments, chosen, program, programs):
-    """Runs the cells, each with the guests that its link asks for; returns the results and a heading."""
-    settings = SimpleNamespace(
-        rounds=arguments.rounds, settle_s=arguments.settle, limit_s=arguments.limit, downtime_ms=_DOWNTIME_MS
-    )
-    results = contest.Results()
-    by_rate = {}
-    for cell in chosen:
-        by_rate.setdefault(cell.gbit if cell.life == "busy" else 0, []).append(cell)
-    for gbit, part in sorted(by_rate.items()):
+def measure(arguments, chosen, program, programs, results):
+    """Runs the cells, each with the guests that its link asks for. `results` holds what there is, whatever it raises."""
+    settings = _settings(arguments)
+    for gbit, part in sorted(_by_rate(chosen).items()):
         with contextlib.ExitStack() as closing:
             templates = Templates(program, sizes_for(arguments, gbit), arguments.keep, closing)
             contest.Contest(templates, programs, links.opened, settings, results).run(part)
-    rates = [sizes_for(arguments, gbit).churn_pages_per_s for gbit in sorted(by_rate)]
-    return results, contest.heading(program, settings, sizes_for(arguments, 0), rates)
+
+
+def _settings(arguments):
+    return SimpleNamespace(
+        rounds=arguments.rounds, settle_s=arguments.settle, limit_s=arguments.limit, downtime_ms=_DOWNTIME_MS
+    )
+
+
+def _by_rate(chosen):
+    by_rate = {}
+    for cell in chosen:
+        by_rate.setdefault(cell.gbit if cell.life == "busy" else 0, []).append(cell)
+    return by_rate
+
+
+def report(arguments, results, rows, heading):
+    """Prints and writes what there is; returns the rows whose figure is not there, though nobody was skipped."""
+    judged = goals.rows(results, _DOWNTIME_MS, rows)
+    details, costs = goals.details(results), goals.verify_costs(results)
+    print(heading)
+    output.print_goals(judged)
+    output.print_details(details, costs)
+    output.print_skipped(results.reasons())
+    if arguments.json:
+        output.write_json(arguments.json, [*judged, *details, *costs], heading, results.reasons())
+    if arguments.plot:
+        output.write_plot(arguments.plot, details, heading)
+    aims = [row for row in judged if row.goal is not None]
+    print(f"\n{len(aims)} goals: {sum(row.met is True for row in aims)} met, "
+          f"{sum(row.met is False for row in aims)} missed, {sum(row.met is None for row in aims)} without a verdict")
+    return [row for row in judged if row.lost]
+
+
+def compete(arguments, chosen, rows, program, programs):
+    """Measures, and leaves what there is whatever ends it; returns the exit code."""
+    results, lost, ended = contest.Results(arguments.rounds), [], None
+    rates = [sizes_for(arguments, gbit).churn_pages_per_s for gbit in sorted(_by_rate(chosen))]
+    heading = contest.heading(program, _settings(arguments), sizes_for(arguments, 0), rates)
+    try:
+        measure(arguments, chosen, program, programs, results)
+    except (ScriptError, OSError) as error:
+        if not results.each():
+            raise
+        ended = f"FAILED: bench: it ended early, and what it came to is above: {' '.join(str(error).split())}"
+    finally:
+        if results.each() or results.reasons():
+            lost = report(arguments, results, rows, heading)
+    if ended:
+        print(ended)
+        return 1
+    output.print_lost(lost)
+    return 1 if results.failed or lost else 0
 
 
 def find_qemu(arguments):
@@ -166,7 +210,7 @@ def main():
         programs = Programs(arguments.programs)
         program = find_qemu(arguments)
         progress(f"QEMU {program.version}")
-        results, heading = measure(arguments, chosen, program, programs)
+        return compete(arguments, chosen, rows, program, programs)
     except Unavailable as error:
         print(f"SKIPPED: bench: {' '.join(str(error).split())}")
         return _SKIPPED
@@ -175,21 +219,6 @@ def main():
         return 1
     except KeyboardInterrupt:
         return 130
-    judged = goals.rows(results, _DOWNTIME_MS, rows)
-    details, costs = goals.details(results), goals.verify_costs(results)
-    print(heading)
-    output.print_goals(judged)
-    output.print_details(details, costs)
-    output.print_skipped(results.reasons())
-    lost = [row for row in judged if row.lost]
-    output.print_lost(lost)
-    if arguments.json:
-        output.write_json(arguments.json, [*judged, *details, *costs], heading, results.reasons())
-    if arguments.plot:
-        output.write_plot(arguments.plot, details, heading)
-    print(f"\n{len(judged)} goals: {sum(row.met is True for row in judged)} met, "
-          f"{sum(row.met is False for row in judged)} missed, {sum(row.met is None for row in judged)} skipped")
-    return 1 if results.failed or lost else 0
 
 
 if __name__ == "__main__":

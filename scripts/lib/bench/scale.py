@@ -76,15 +76,6 @@ def _used(size):
     return "--used", f"{size // MIB}M"
 
 
-def dirty_ram_bytes(used_bytes):
-    """The RAM of the guest that churns: hardly more than it uses.
-
-    The soft guest picks what it writes from all of its RAM and takes the next page in use, so where most is free, most
-    of its writes would be to one page. 5 MiB and a 32nd are for its own tables.
-    """
-    return (used_bytes + used_bytes // 32) // MIB * MIB + 5 * MIB
-
-
 def series(extent, memory_bytes, folder, timeout_s):
     """All series. `folder` is where the RAM file and its layouts are when they are needed."""
     used = extent.used_bytes
@@ -96,7 +87,7 @@ def series(extent, memory_bytes, folder, timeout_s):
         guest = tuple(soft_guest(memory_bytes, *_used(much)))
         found.append(Series(
             f"{STREAMS}-{_named(much)}", f"streams, {memory_bytes // MIB} MiB of RAM, {much // MIB} MiB used", much,
-            tuple(Point(str(n), n, guest, Ours(send=("--streams", str(n)))) for n in extent.streams),
+            tuple(Point(str(n), n, guest, Ours(("--streams", str(n), "--compress", "none"))) for n in extent.streams),
         ))
     file = ("--guest", "file", "--ram", str(folder / "ram"), "--layout")
     found.append(Series(
@@ -108,7 +99,7 @@ def series(extent, memory_bytes, folder, timeout_s):
     points = []
     for percent in extent.dirty_percents:
         rate = carried * percent // 100 // PAGE_BYTES
-        guest = soft_guest(dirty_ram_bytes(used), *_used(used), "--workload", f"churn:{rate}")
+        guest = soft_guest(memory_bytes, *_used(used), "--workload", f"churn:{rate}")
         points.append(Point(f"{percent}-percent", rate * PAGE_BYTES / 1e6, tuple(guest), way))
     about = f"dirty rate, in percent of the link's {carried / 1e6:g} MB/s, {used // MIB} MiB used"
     return [*found, Series(DIRTY, about, used, tuple(points))]
@@ -140,7 +131,7 @@ class _Turns:
         self.programs = programs
         self.folder = folder
         self.rounds, self.settle_s = arguments.rounds, arguments.settle
-        self.results = Results()
+        self.results = Results(arguments.rounds)
 
     def run(self, one):
         """A series."""
@@ -150,7 +141,7 @@ class _Turns:
                     continue
                 try:
                     figures = self._measured(one, point)
-                except ScriptError as error:
+                except (ScriptError, OSError) as error:
                     self.results.skip(one.name, point.name, error)
                     progress(f"SKIPPED {one.name} {point.name}: {error}")
                     continue
@@ -200,8 +191,11 @@ def _row(one, point, results, key):
             row.skipped = str(why)
     measured = results.each().get((one.name, point.name), [])
     endless = [run["limit_s"] for run in measured if run["total_ms"] is None]
-    if endless:
-        row.note = f"not within {endless[0]} s in {len(endless)} of {len(measured)} rounds"
+    notes = [f"not within {endless[0]} s in {len(endless)} of {len(measured)} rounds"] if endless else []
+    names = dict.fromkeys((point.name, first.name) if row.goal is not None else (point.name,))
+    notes += [] if row.skipped else filter(None, (results.lacking(one.name, name) for name in names))
+    row.note = "; ".join([*notes, *results.remarks(one.name, point.name)]) or None
+    row.withdrawn = any(results.failed_in(one.name, name) for name in names)
     return row
 
 
@@ -265,9 +259,16 @@ def bench(arguments):
             write_ram(folder / "ram", arguments.memory, extent.used_bytes)
             for count in extent.regions:
                 write_layout(folder / f"layout-{count}.json", arguments.memory, count)
-        for one in chosen:
-            turns.run(one)
-    results = turns.results
+        try:
+            for one in chosen:
+                turns.run(one)
+        finally:
+            _leave(arguments, extent, chosen, turns.results)
+    return 1 if turns.results.failed else 0
+
+
+def _leave(arguments, extent, chosen, results):
+    """Prints and writes what there is."""
     found = rows(chosen, results)
     heading = (
         f"{measure.machine()}\nOurs alone, loopback, verified, receivers cold; {arguments.rounds} rounds, medians; "
@@ -282,4 +283,3 @@ def bench(arguments):
         output.write_json(arguments.json, every, heading, results.reasons())
     if arguments.plot:
         output.write_curves(arguments.plot, panels(found, extent), heading)
-    return 1 if results.failed else 0

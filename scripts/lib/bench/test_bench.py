@@ -5,11 +5,13 @@ import contextlib
 import io
 import json
 import os
+import socket
 import sys
 import tempfile
 import unittest
 import xml.dom.minidom
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 sys.dont_write_bytecode = True
@@ -27,8 +29,10 @@ import scale
 import tally
 from contest import Missing, Results
 from emulated.basics import GIB, MIB, PAGE_BYTES, ScriptError
+from qmp import Qmp
 
-_RUN = {"total_ms": 100.0, "downtime_ms": 4.0, "moved_bytes": 1 << 30, "cpu_s": 2.0, "own_bytes": 8 << 20}
+_RUN = {"total_ms": 100.0, "downtime_ms": 4.0, "moved_bytes": 1 << 30, "cpu_s": 2.0, "own_bytes": 8 << 20,
+        "used_bytes": 1 << 30}
 
 
 def filled(ours_ms=100.0, peer_ms=1000.0):
@@ -52,6 +56,62 @@ class Goals(unittest.TestCase):
             for goal in goals.GOALS:
                 self.assertIn(goal.ours, by_name[goal.cell], goal.name)
                 self.assertTrue(by_name[goal.cell] & set(goal.peers), goal.name)
+        for chosen in (cells.usual(), cells.every()):
+            by_name = {cell.name: set(cell.contenders) for cell in chosen}
+            for goal in goals.GOALS:
+                self.assertLessEqual(set(goal.peers), by_name[goal.cell], goal.name)
+
+    def test_cpu_time_is_by_the_same_gib_for_both_whatever_they_move(self):
+        results = Results()
+        results.add(goals.AGED, "ours-zero-skipped-unverified", {**_RUN, "moved_bytes": 8 * GIB})
+        results.add(goals.AGED, "qemu", {**_RUN, "cpu_s": 4.0, "moved_bytes": GIB})
+        row = goals.rows(results, 300, ["cpu-seconds-per-gib"])[0]
+        self.assertEqual((row.ours, row.peer, row.ratio, row.note), (2.0, 4.0, 0.5, None))
+
+    def test_a_row_tells_who_is_lacking_and_has_no_verdict_where_one_failed(self):
+        name = "fresh-idle-memfd-total-better-of-hints-and-none"
+        results = Results(2)
+        for _ in range(2):
+            results.add(goals.MEMFD_DEFAULTS, "ours", {**_RUN, "total_ms": 1.0})
+        results.add(goals.MEMFD_DEFAULTS, "qemu", _RUN)
+        row = goals.rows(results, 300, [name])[0]
+        self.assertEqual((row.met, row.note), (True, "qemu in 1 of 2 rounds; without qemu-hints: it did not take part"))
+        results.skip(goals.MEMFD_DEFAULTS, "qemu-hints", measure.Unavailable("no hints"))
+        row = goals.rows(results, 300, [name])[0]
+        self.assertEqual((row.met, row.note), (True, "qemu in 1 of 2 rounds; without qemu-hints: no hints"))
+        results.skip(goals.MEMFD_DEFAULTS, "qemu", ScriptError("it broke"))
+        row = goals.rows(results, 300, [name])[0]
+        self.assertEqual((row.ratio, row.met), (0.01, None))
+        self.assertIn("qemu in 1 of 2 rounds: FAILED: it broke", row.note)
+
+    def test_a_verdict_on_ours_alone_stands_though_a_peer_failed(self):
+        results = Results(1)
+        results.add(goals.FRESH, "ours-soft", _RUN)
+        results.skip(goals.FRESH, "qemu-hints", ScriptError("it broke"))
+        rows = {row.name: row for row in goals.rows(results, 300, ["downtime-idle", "downtime-idle-over-qemu"])}
+        self.assertIs(rows["downtime-idle"].met, True)
+        self.assertIsNone(rows["downtime-idle-over-qemu"].met)
+
+    def test_compression_and_a_question_that_was_not_asked_are_told(self):
+        results = Results(1)
+        results.add(goals.FRESH, "ours-soft-asked", {**_RUN, "compression": "lz4", "asked": False})
+        results.add(goals.FRESH, "ours", {**_RUN, "compression": "none", "asked": False})
+        self.assertEqual(results.remarks(goals.FRESH, "ours-soft-asked"), [
+            "ours-soft-asked compressed by lz4 in 1 of 1 rounds", "ours-soft-asked did not ask in 1 of 1 rounds",
+        ])
+        self.assertEqual(results.remarks(goals.FRESH, "ours"), [])
+
+    def test_a_row_beside_a_goal_has_no_verdict_and_is_printed(self):
+        rows = goals.rows(filled(), 300, goals.names())
+        beside = [row.name for row in rows if row.goal is None]
+        self.assertEqual(beside, [
+            "fresh-idle-asked-total-with-hints", "fresh-idle-zero-skipped-total-without-hints",
+            "aged-asked-total-with-hints", "aged-zero-skipped-total-without-hints",
+        ])
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            output.print_goals(rows)
+        self.assertTrue(all(name in said.getvalue() for name in beside))
+        self.assertTrue(all(row.met is None and row.ratio for row in rows if row.goal is None))
 
     def test_a_goal_is_met_or_missed_by_its_bound(self):
         rows = {row.name: row for row in goals.rows(filled(100.0, 1000.0), 300, goals.names())}
@@ -148,6 +208,32 @@ class Command(unittest.TestCase):
             self.run_without_qemu(), (77, "SKIPPED: bench: no QEMU is to be had: apt: no network\n")
         )
 
+    def test_what_was_measured_is_left_whatever_ends_the_run(self):
+        def broken(_arguments, _chosen, _program, _programs, results):
+            results.add(goals.FRESH, "ours", dict(_RUN))
+            raise ends
+
+        found = SimpleNamespace(version="10.0.2")
+        for ends, code in ((OSError("no room"), 1), (KeyboardInterrupt(), 130), (KeyError("odd"), None)):
+            with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+                left = Path(folder, "rows.json")
+                flags = ["scripts/bench", "--quick", "--json", str(left)]
+                for what in (
+                    mock.patch.object(command.emulators, "find", return_value=found),
+                    mock.patch.object(command, "Programs"), mock.patch.object(command.signal, "signal"),
+                    mock.patch.object(command, "measure", broken),
+                    mock.patch.object(sys, "argv", flags), contextlib.redirect_stdout(io.StringIO()),
+                    contextlib.redirect_stderr(io.StringIO()),
+                ):
+                    stack.enter_context(what)
+                if code is None:
+                    with self.assertRaises(KeyError):
+                        command.main()
+                else:
+                    self.assertEqual(command.main(), code)
+                names = [row["name"] for row in json.loads(left.read_text())["rows"]]
+                self.assertIn(f"{goals.FRESH}-ours", names)
+
     def test_a_qemu_that_was_named_has_to_be_there(self):
         self.assertEqual(self.run_without_qemu("--qemu", "/nowhere"), (1, ""))
 
@@ -173,6 +259,8 @@ class Scale(unittest.TestCase):
         self.assertEqual(names["scale-streams-300m"], ["1", "2", "4", "8"])
         self.assertEqual(names["scale-streams-4g"], ["1", "2", "4", "8"])
         self.assertEqual(names["scale-regions"], ["1", "4", "16", "64"])
+        for one in self.series[1:3]:
+            self.assertTrue(all(point.way.send[-2:] == ("--compress", "none") for point in one.points))
         rates = [point.at for point in self.series[-1].points]
         self.assertEqual((rates[0], rates == sorted(rates), rates[-1] > 250), (0, True, True))
         for extent, memory in ((scale.FULL, GIB), (scale.QUICK, 512 * MIB)):
@@ -224,6 +312,23 @@ class Scale(unittest.TestCase):
         report = {"result": "timed-out", "wire_bytes": 7, "verified": None}
         way = ours.Ours(timeout_s=4)
         self.assertEqual(ours._figures(report, way, 1.0, None)["limit_s"], 4)  # pylint: disable=protected-access
+
+    def test_an_odd_report_or_answer_fails_one_run_and_not_all(self):
+        odd = {"result": "completed", "verified": True, "rounds": []}
+        for report in (odd, {**odd, "verified": None, "result": "failed"}, {}):
+            with self.assertRaises(ScriptError):
+                ours._figures(report, ours.Ours(), 1.0, None)  # pylint: disable=protected-access
+        with self.assertRaises(ScriptError):
+            measure.cpu_seconds(0x3FFFFFF)  # more than there can be processes
+        near, far = socket.socketpair()
+        with near:
+            far.sendall(b'{"QMP": {}}\n{"return": {}}\n')
+            control = Qmp(near)
+            far.close()
+            with self.assertRaises(ScriptError):
+                control.command("query-status")
+        with self.assertRaises(ScriptError):
+            ours.milliseconds("soon")
 
     def test_both_curves_are_drawn_with_every_point(self):
         endless = {"total_ms": None, "downtime_ms": None, "limit_s": 20}
