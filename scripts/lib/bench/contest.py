@@ -65,7 +65,8 @@ class Results:
         found = []
         for name in sorted({run.get("compression") or "none" for run in runs} - {"none"}):
             count = sum(run.get("compression") == name for run in runs)
-            found.append(f"{contender} compressed by {name} in {count} of {len(runs)} rounds")
+            how = name if name == "some pages" else f"by {name}"
+            found.append(f"{contender} compressed {how} in {count} of {len(runs)} rounds")
         silent = sum(run.get("asked") is False for run in runs) if "asked" in contender.split("-") else 0
         if silent:
             found.append(f"{contender} did not ask in {silent} of {len(runs)} rounds")

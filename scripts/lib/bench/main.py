@@ -124,7 +124,7 @@ def sizes_for(arguments, gbit):
 
 
 def measure(arguments, chosen, program, programs, results):
-    """Runs the cells, each with the guests that its link asks for. `results` holds what there is, whatever it raises."""
+    """Runs the cells, each with the guests that its link asks for. `results` has what there is, whatever it raises."""
     settings = _settings(arguments)
     for gbit, part in sorted(_by_rate(chosen).items()):
         with contextlib.ExitStack() as closing:

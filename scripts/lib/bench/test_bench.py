@@ -100,6 +100,9 @@ class Goals(unittest.TestCase):
             "ours-soft-asked compressed by lz4 in 1 of 1 rounds", "ours-soft-asked did not ask in 1 of 1 rounds",
         ])
         self.assertEqual(results.remarks(goals.FRESH, "ours"), [])
+        for used, wire, told in (("none", 9, "none"), ("none", 8, "some pages"), ("zstd", 5, "zstd")):
+            report = {"used": used, "raw_bytes": 9, "wire_bytes": wire}
+            self.assertEqual(ours._compression(report), told)  # pylint: disable=protected-access
 
     def test_a_row_beside_a_goal_has_no_verdict_and_is_printed(self):
         rows = goals.rows(filled(), 300, goals.names())
