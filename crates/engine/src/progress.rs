@@ -37,7 +37,8 @@ pub struct Progress {
     pub wire_bytes: u64,
     /// The rate at which the guest wrote, bytes a second, from the last harvest.
     pub dirty_bytes_per_s: f64,
-    /// The measured bandwidth, bytes a second; `None` before the first round is over.
+    /// The measured bandwidth of all data streams, bytes on the wire a second, as [`Progress::wire_bytes`] counts them:
+    /// of pages it is more where they are packed. `None` before the first round is over.
     pub bandwidth_bytes_per_s: Option<f64>,
     /// The downtime to expect if the guest were paused at the last harvest; `None` where nothing was measured yet.
     pub expected_downtime: Option<std::time::Duration>,

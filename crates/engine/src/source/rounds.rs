@@ -58,7 +58,7 @@ pub(super) struct Rounds {
     first_send: Option<Time>,
     ended: Time,
     current: RoundReport,
-    /// Of the current round. Pages may be packed on the wire, and what is left is counted in pages.
+    /// Of the current round: bytes of pages, which may be packed on the wire.
     current_payload: u64,
     reports: Vec<RoundReport>,
     writes_from: Time,
@@ -431,8 +431,11 @@ impl Source {
     pub(super) fn round_received(&mut self) {
         let rounds = &mut self.rounds;
         let began = rounds.first_send.unwrap_or(rounds.ended);
-        let bytes = rounds.current.wire_bytes.max(rounds.current_payload);
-        self.bandwidth.round(bytes, self.now.saturating_sub(began));
+        let wire_bytes = rounds.current.wire_bytes;
+        self.bandwidth.round(wire_bytes, self.now.saturating_sub(began));
+        if rounds.number > 0 {
+            self.bandwidth.rewritten(wire_bytes, rounds.current_payload);
+        }
         self.bandwidth.barrier(self.now.saturating_sub(rounds.ended));
         rounds.close(self.now);
         if rounds.last {

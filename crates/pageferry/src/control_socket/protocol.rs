@@ -230,7 +230,7 @@ pub struct ProgressData {
     pub wire_bytes: u64,
     /// The rate at which the guest wrote.
     pub dirty_bytes_per_s: f64,
-    /// The measured bandwidth; null before the first round is over.
+    /// The measured bandwidth, of bytes on the wire; null before the first round is over.
     pub bandwidth_bytes_per_s: Option<f64>,
     /// The downtime to expect if the guest were paused now; null before anything was measured.
     pub expected_downtime_ms: Option<f64>,

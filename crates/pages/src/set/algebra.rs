@@ -3,7 +3,7 @@
 //! Sets of different layouts do not mix: that is a fault of the caller, not of any input, so it is asserted.
 
 use super::PageSet;
-use super::block::{BLOCK_WORDS, Block};
+use super::block::{BLOCK_PAGES, BLOCK_WORDS, Block};
 use std::sync::Arc;
 
 impl PageSet {
@@ -39,16 +39,22 @@ impl PageSet {
     /// How many pages are in both.
     pub fn intersection_count(&self, other: &PageSet) -> u64 {
         self.same_layout(other);
-        let both = |(valid, (a, b)): (u64, (&Block, &Block))| match (a, b) {
+        let both = |(a, b): (&Block, &Block)| match (a, b) {
             (Block::Empty, _) | (_, Block::Empty) => 0,
-            (Block::Full, block) | (block, Block::Full) => block.count(valid),
+            (Block::Full, block) | (block, Block::Full) => block.count(BLOCK_PAGES),
             (Block::Mixed(a), Block::Mixed(b)) => a
                 .iter()
                 .zip(b.iter())
                 .map(|(a, b)| u64::from((a & b).count_ones()))
                 .sum(),
         };
-        self.valids().zip(self.blocks.iter().zip(&other.blocks)).map(both).sum()
+        let of_region = |region: usize| {
+            let blocks = self.layout.first_block(region)..self.layout.first_block(region + 1);
+            let (mine, theirs) = (&self.blocks[blocks.clone()], &other.blocks[blocks]);
+            let full = matches!((mine.last(), theirs.last()), (Some(Block::Full), Some(Block::Full)));
+            mine.iter().zip(theirs).map(both).sum::<u64>() - self.surplus(region, full)
+        };
+        (0..self.layout.regions().len()).map(of_region).sum()
     }
 
     /// Whether every page of this set is in `other`.
