@@ -559,6 +559,7 @@ fn a_data_stream_that_ends_after_all_pages_have_arrived_is_no_failure() {
 /// The round under way is sent in `took` and received; each chunk is `wire` of its pages' bytes on the wire.
 fn a_packed_round(hand: &mut Hand, round: u32, wire: f64, took: Duration) {
     let mut sent = Vec::new();
+    hand.now += took;
     while !hand.chunks.is_empty() {
         let (stream, chunk) = hand.chunks.remove(0);
         let Content::Pages(ranges) = &chunk.content else {
@@ -576,7 +577,6 @@ fn a_packed_round(hand: &mut Hand, round: u32, wire: f64, took: Duration) {
         });
     }
     assert!(!sent.is_empty());
-    hand.now += took;
     hand.hears(Message::RoundReceived { round });
     assert_eq!(hand.steps(), [Step::Harvest]);
 }
@@ -602,14 +602,17 @@ fn a_compressible_first_round_promises_nothing_of_rewritten_pages() {
     hand.on(SourceEvent::Harvested(dirty.clone()));
     assert_eq!(hand.steps(), [], "paused on the first round's word");
     let progress = hand.source.progress();
-    assert!(progress.expected_downtime.unwrap() > Duration::from_secs(1), "{progress:?}");
+    assert!(
+        progress.expected_downtime.unwrap() > Duration::from_secs(1),
+        "{progress:?}"
+    );
     // They do not shrink, and the next ones may not either.
     a_packed_round(&mut hand, 1, 1.0, Duration::from_millis(1464));
     hand.on(SourceEvent::Harvested(dirty.clone()));
     assert_eq!(hand.steps(), []);
     // Once what is rewritten is seen to shrink, the limit is within reach.
     for round in 2..5 {
-        a_packed_round(&mut hand, round, 0.2, Duration::from_millis(290));
+        a_packed_round(&mut hand, round, 0.2, Duration::from_millis(250));
         hand.on(SourceEvent::Harvested(dirty.clone()));
         let pause = if round == 4 {
             vec![Step::Pause, Step::Harvest]
