@@ -10,13 +10,24 @@
 
 use wire::batch::Codec;
 
-/// A batch below this many bytes of pages measures latency.
+/// A batch below this many bytes of pages measures latency, unless a limit makes all batches small.
 const TELLING_BYTES: u64 = 64 << 10;
 
-/// Batches to a judgement.
-const BATCHES: u32 = 3;
+/// A limit at which so many bytes take this long makes small batches, and of them it is the limit that tells.
+/// Nanoseconds: as long as the pacer has a batch take.
+const SMALL_BATCH_NS: f64 = 50e6;
 
-/// A stream's link above this is not worth a try: no core packs much faster. Nanoseconds a byte.
+/// Batches to a judgement, and bytes of pages.
+const BATCHES: u32 = 3;
+const WINDOW_BYTES: u64 = BATCHES as u64 * TELLING_BYTES;
+
+/// Slow windows in a row before packing is tried, and the same on a link that was fast before: a processor that is taken
+/// away for a moment, here or there, is no slow link.
+const SLOW_WINDOWS: u32 = 2;
+const SLOW_WINDOWS_AFTER_FAST: u32 = 3;
+
+/// A link above this is not worth a try: no core packs much faster. Nanoseconds a byte, of all streams: they share the
+/// link, and where each of many gets little of a fast one, it is the cores that are short.
 const FAST: f64 = 1.0;
 
 /// The same where the receiver is on this machine: what looks like a slow link is then most likely its memory.
@@ -56,16 +67,32 @@ pub(crate) struct Took {
     pub(crate) link_ns: f64,
 }
 
+/// What is known of a stream's way to the receiver beforehand.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Path {
+    /// The receiver is on this machine.
+    pub(crate) local: bool,
+    /// The stream's share of a limited bandwidth, bytes a second.
+    pub(crate) limit: Option<f64>,
+    /// Data streams of the migration, which share the link.
+    pub(crate) streams: u16,
+}
+
 /// Decides for one stream.
 #[derive(Debug)]
 pub(crate) struct Judge {
     offered: Vec<Codec>,
-    local: bool,
+    /// What a link has to be slower than, for this stream alone.
+    fast: f64,
+    streams: f64,
     /// What the stream may take of a limited bandwidth, nanoseconds a byte.
     limit: Option<f64>,
     using: Option<Codec>,
     window: Took,
     batches: u32,
+    /// Windows in a row in which the link was slow, and whether it was fast before them.
+    slow: u32,
+    was_fast: bool,
     /// The last that was measured of the link.
     link: Option<f64>,
     /// What pages cost just before packing was turned on.
@@ -79,21 +106,31 @@ pub(crate) struct Judge {
 }
 
 impl Judge {
-    /// For a stream whose receiver takes `offered`; `limit` is its share of a limited bandwidth, in bytes a second.
-    pub(crate) fn new(offered: &[Codec], local: bool, limit: Option<f64>) -> Self {
-        let limit = limit.map(|rate| 1e9 / rate.max(1.0));
+    /// For a stream whose receiver takes `offered`.
+    pub(crate) fn new(offered: &[Codec], path: Path) -> Self {
+        let limit = path.limit.map(|rate| 1e9 / rate.max(1.0));
+        let streams = f64::from(path.streams.max(1));
+        let fast = if path.local && limit.is_none() {
+            FAST_LOCAL
+        } else {
+            FAST
+        };
+        let fast = fast * streams;
         Judge {
             offered: offered.to_vec(),
-            local,
+            fast,
+            streams,
             limit,
             using: None,
             window: Took::default(),
             batches: 0,
+            slow: 0,
+            was_fast: false,
             link: limit,
             plain: None,
             costs: [None; 2],
             // A limit is known beforehand.
-            sample_wanted: !offered.is_empty() && limit.is_some_and(|limit| limit > FAST),
+            sample_wanted: !offered.is_empty() && limit.is_some_and(|limit| limit > fast),
             until_fresh: STALE_BYTES,
             retry_bytes: RETRY_BYTES,
             why: "too little was sent to tell".to_owned(),
@@ -127,7 +164,10 @@ impl Judge {
 
     /// A batch was sent.
     pub(crate) fn sent(&mut self, took: Took) {
-        if took.raw < TELLING_BYTES || self.offered.is_empty() {
+        let paced_small = self
+            .limit
+            .is_some_and(|limit| limit * float(TELLING_BYTES) >= SMALL_BATCH_NS);
+        if (took.raw < TELLING_BYTES && !paced_small) || self.offered.is_empty() {
             return;
         }
         self.window.raw += took.raw;
@@ -136,7 +176,7 @@ impl Judge {
         self.window.link_ns += took.link_ns;
         self.batches += 1;
         self.until_fresh = self.until_fresh.saturating_sub(took.raw);
-        if self.batches >= BATCHES {
+        if self.batches >= BATCHES && self.window.raw >= WINDOW_BYTES {
             let window = std::mem::take(&mut self.window);
             self.batches = 0;
             match self.using {
@@ -149,20 +189,24 @@ impl Judge {
     /// Pages went as they are.
     fn judge_plain(&mut self, window: &Took) {
         let measured = window.link_ns / float(window.wire);
-        let link = measured.max(self.limit.unwrap_or(0.0));
-        // A processor that was taken away for a moment is no slow link.
-        let link = self.link.map_or(link, |before| (before + link) / 2.0);
+        let measured = measured.max(self.limit.unwrap_or(0.0));
+        let slow = measured >= self.fast;
+        self.slow = if slow { self.slow + 1 } else { 0 };
+        if slow && self.was_fast && self.slow < SLOW_WINDOWS_AFTER_FAST {
+            return;
+        }
+        let link = self.link.map_or(measured, |before| (before + measured) / 2.0);
         self.link = Some(link);
-        let fast = if self.local && self.limit.is_none() {
-            FAST_LOCAL
-        } else {
-            FAST
-        };
-        if link < fast {
+        if link < self.fast {
+            self.was_fast = true;
             self.why = format!(
                 "the link takes {} MB/s, and no core packs faster to a gain",
-                mb_per_s(link)
+                mb_per_s(link / self.streams)
             );
+            return;
+        }
+        self.was_fast &= !slow;
+        if self.slow < SLOW_WINDOWS {
             return;
         }
         if self.costs.iter().all(Option::is_none) || self.until_fresh == 0 {
@@ -300,8 +344,17 @@ mod tests {
 
     /// Sends `batches` of 1 MiB over a link of `gbit`, behind which a receiver takes no more than `receiver` bytes of
     /// pages a nanosecond; returns how many were packed and how many samples were taken.
-    #[allow(clippy::cast_possible_truncation, reason = "whole numbers below 2^53")]
     fn send(judge: &mut Judge, costs: &[(Codec, Cost)], gbit: f64, receiver: f64, batches: u32) -> (u32, u32) {
+        send_by(judge, costs, (gbit, receiver), (batches, MIB))
+    }
+
+    #[allow(clippy::cast_possible_truncation, reason = "whole numbers below 2^53")]
+    fn send_by(
+        judge: &mut Judge,
+        costs: &[(Codec, Cost)],
+        (gbit, receiver): (f64, f64),
+        (batches, bytes): (u32, u64),
+    ) -> (u32, u32) {
         let (mut packed, mut samples) = (0, 0);
         for _ in 0..batches {
             if judge.wants_sample() {
@@ -313,12 +366,12 @@ mod tests {
                 .map(|codec| costs.iter().find(|c| c.0 == codec).unwrap().1);
             let (pack, ratio) = cost.map_or((0.0, 1.0), |cost| (cost.pack, cost.ratio));
             packed += u32::from(cost.is_some());
-            let raw = MIB as f64;
+            let raw = bytes as f64;
             let busy = (ratio * 8.0 / gbit).max(1.0 / receiver);
             // The socket's buffer empties while the next batch is packed.
             let link = (busy - pack).max(ratio * 0.25);
             judge.sent(Took {
-                raw: MIB,
+                raw: bytes,
                 wire: (raw * ratio) as u64,
                 pack_ns: raw * pack,
                 link_ns: raw * link,
@@ -328,7 +381,12 @@ mod tests {
     }
 
     fn judge(local: bool, limit: Option<f64>) -> Judge {
-        Judge::new(&Codec::ALL, local, limit)
+        judge_of(local, limit, 1)
+    }
+
+    fn judge_of(local: bool, limit: Option<f64>, streams: u16) -> Judge {
+        let path = Path { local, limit, streams };
+        Judge::new(&Codec::ALL, path)
     }
 
     #[test]
@@ -407,7 +465,12 @@ mod tests {
 
     #[test]
     fn a_receiver_without_codecs_gets_no_samples() {
-        let mut judge = Judge::new(&[], false, Some(1e6));
+        let path = Path {
+            local: false,
+            limit: Some(1e6),
+            streams: 1,
+        };
+        let mut judge = Judge::new(&[], path);
         assert_eq!(send(&mut judge, &LINUX, 0.01, 9.0, 50), (0, 0));
     }
 
@@ -423,5 +486,49 @@ mod tests {
             });
         }
         assert!(!judge.wants_sample() && judge.why().contains("too little"));
+    }
+    /// Below 10.5 Mbit/s no batch has the bytes that tell: they are judged together.
+    #[test]
+    fn small_batches_of_a_low_limit_are_judged_together() {
+        let (slow, small) = ((0.008, 9.0), 48 << 10);
+        let mut judge = judge(false, Some(1e6));
+        let (packed, samples) = send_by(&mut judge, &RANDOM, slow, (2000, small));
+        assert_eq!(packed, 0, "{}", judge.why());
+        // 94 MiB: the first, and one every 32 MiB.
+        assert!((2..=4).contains(&samples), "{samples}");
+        send_by(&mut judge, &LINUX, slow, (800, small));
+        assert_eq!(judge.choice(), Some(Codec::Zstd), "{}", judge.why());
+        send_by(&mut judge, &RANDOM, slow, (100, small));
+        assert_eq!(judge.choice(), None, "{}", judge.why());
+    }
+
+    /// 8 streams share 20 Gbit/s: each has 2.5, which alone would be slow.
+    #[test]
+    fn many_streams_of_a_fast_link_are_not_slow() {
+        for local in [true, false] {
+            let mut many = judge_of(local, None, 8);
+            assert_eq!(send(&mut many, &LINUX, 2.5, 9.0, 300), (0, 0), "{}", many.why());
+            assert!(many.why().contains("2500 MB/s"), "{}", many.why());
+        }
+        let mut limited = judge_of(true, Some(1.25e9 / 8.0), 8);
+        assert_eq!(send(&mut limited, &LINUX, 1.25, 9.0, 300), (0, 0), "{}", limited.why());
+        let mut slow = judge_of(false, None, 8);
+        let (packed, _) = send(&mut slow, &LINUX, 0.125, 9.0, 60);
+        assert!(packed >= 54, "{packed}: {}", slow.why());
+    }
+
+    /// On a link that was fast a stall of one window, or of two, tries nothing; one that stays slow is found.
+    #[test]
+    fn a_stall_is_no_slow_link() {
+        for local in [true, false] {
+            let mut judge = judge(local, None);
+            for stalled in [1, 3, 4] {
+                assert_eq!(send(&mut judge, &LINUX, 20.0, 9.0, 30), (0, 0));
+                assert_eq!(send(&mut judge, &LINUX, 0.1, 9.0, stalled), (0, 0));
+                assert_eq!(send(&mut judge, &LINUX, 20.0, 9.0, 30), (0, 0), "{}", judge.why());
+            }
+            send(&mut judge, &LINUX, 0.1, 9.0, 30);
+            assert_eq!(judge.choice(), Some(Codec::Zstd), "{}", judge.why());
+        }
     }
 }

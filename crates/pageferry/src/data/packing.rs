@@ -4,7 +4,7 @@
 //! guest writes meanwhile is torn there, as it may be in a plain write, and is sent again. Batches that are not packed
 //! are not copied either.
 
-use super::judge::{Cost, Judge, Took};
+use super::judge::{Cost, Judge, Path, Took};
 use crate::Compress;
 use codec::{Packer, ZSTD_LEVEL};
 use engine::CompressReport;
@@ -21,6 +21,9 @@ const SAMPLE_PAGES: u64 = 16;
 
 /// How often a sample is packed.
 const SAMPLE_TURNS: u32 = 4;
+
+/// Why a receiver may take no packed pages: either way it says no more than that.
+const TAKES_NONE: &str = "it is older, or its guest's memory cannot be copied to";
 
 /// One page.
 const PAGE: usize = 4096;
@@ -47,8 +50,8 @@ impl Totals {
     pub(crate) fn check(&self, asked: Compress) -> Result<(), String> {
         match asked.codec() {
             Some((codec, _)) if !self.offered().contains(&codec) => Err(format!(
-                "the receiver does not take pages packed by {codec} (--compress {asked}): it is older, or its guest's \
-                 memory cannot be copied to; use --compress auto or none, or upgrade it"
+                "the receiver does not take pages packed by {codec} (--compress {asked}): {TAKES_NONE}; use --compress \
+                 auto or none, or upgrade it"
             )),
             _ => Ok(()),
         }
@@ -109,25 +112,35 @@ pub(super) struct Packing<'a> {
 }
 
 impl<'a> Packing<'a> {
-    /// For stream `stream`, whose receiver has accepted. `packs`: it speaks a version that has packed batches; `limit`:
-    /// the stream's share of a limited bandwidth, bytes a second.
+    /// For stream `stream`, whose receiver has accepted. `packs`: the stream speaks a version that has packed batches.
+    /// Fails where pages are to be packed by a codec that the stream cannot have.
     pub(super) fn new(
         stream: u16,
         asked: Compress,
         packs: bool,
-        (local, limit): (bool, Option<f64>),
+        path: Path,
         skips_zero: bool,
         totals: &'a Totals,
-    ) -> Self {
-        let offered = if packs { totals.offered() } else { Vec::new() };
+    ) -> Result<Self, String> {
+        // The control loop refuses what the receiver did not offer before a page is sent; a stream may still differ.
+        totals.check(asked)?;
         let how = match asked.codec() {
-            // The control loop refuses this before a page is sent.
-            Some((codec, _)) if offered.contains(&codec) => How::Always(codec),
+            Some((codec, _)) if packs => How::Always(codec),
+            Some(_) => {
+                return Err(format!(
+                    "data stream {stream} speaks a version of the protocol without packed pages (--compress {asked}), \
+                     though the control connection has them: are there two receivers of different versions at this \
+                     address? Use --compress auto or none, or upgrade the older one"
+                ));
+            }
             None if asked == Compress::None => How::Plain("as asked".to_owned()),
-            None if !offered.is_empty() => How::Auto(Box::new(Judge::new(&offered, local, limit))),
-            _ => How::Plain("the receiver takes no packed pages: it is older".to_owned()),
+            None if !packs => How::Plain("the stream takes no packed pages: the receiver is older".to_owned()),
+            None if totals.offered().is_empty() => {
+                How::Plain(format!("the receiver takes no packed pages: {TAKES_NONE}"))
+            }
+            None => How::Auto(Box::new(Judge::new(&totals.offered(), path))),
         };
-        Packing {
+        Ok(Packing {
             stream,
             how,
             level: asked.level(),
@@ -135,7 +148,7 @@ impl<'a> Packing<'a> {
             totals,
             packer: Packer::default(),
             raw: Vec::new(),
-        }
+        })
     }
 
     /// Packs the pages of `ranges`, if that is what is to be done with them.
@@ -339,13 +352,41 @@ mod tests {
         assert!(totals.check(Compress::Lz4).is_ok() && totals.check(Compress::Zstd(1)).is_err());
     }
 
+    const PATH: Path = Path {
+        local: true,
+        limit: None,
+        streams: 1,
+    };
+
+    /// The control connection speaks version 2, this stream version 1.
+    #[test]
+    fn a_stream_that_cannot_pack_as_asked_fails() {
+        let totals = Totals::default();
+        totals.offer(Codec::ALL_BITS);
+        for asked in [Compress::Lz4, Compress::Zstd(3)] {
+            let error = Packing::new(7, asked, false, PATH, true, &totals).err().unwrap();
+            let asked = format!("--compress {asked}");
+            assert!(error.contains("data stream 7") && error.contains(&asked), "{error}");
+        }
+        let why = |packs, totals: &Totals| {
+            drop(Packing::new(0, Compress::Auto, packs, PATH, true, totals).unwrap());
+            totals.report(Compress::Auto).why
+        };
+        assert!(why(false, &totals).contains("older"));
+        let none = why(true, &Totals::default());
+        assert!(
+            none.contains("takes no packed pages") && none.contains("copied to"),
+            "{none}"
+        );
+    }
+
     #[test]
     fn the_report_names_what_most_pages_were_packed_by() {
         let totals = Totals::default();
         let report = totals.report(Compress::Auto);
         assert_eq!((report.used.as_str(), report.raw_bytes), ("none", 0));
         totals.offer(Codec::ALL_BITS);
-        let mut packing = Packing::new(0, Compress::Zstd(4), true, (true, None), true, &totals);
+        let mut packing = Packing::new(0, Compress::Zstd(4), true, PATH, true, &totals).unwrap();
         let took = |raw, wire| Took {
             raw,
             wire,

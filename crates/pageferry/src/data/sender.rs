@@ -2,7 +2,7 @@
 //!
 //! A batch is looked through right before it is written, so that the write finds its pages in the cache.
 
-use super::judge::Took;
+use super::judge::{Path, Took};
 use super::packing::{Packing, Totals, raw_bytes};
 use super::{Pacer, broken};
 use crate::transport::{self, Closer};
@@ -80,7 +80,7 @@ impl Sender {
         let (events, totals) = (self.events.clone(), Arc::clone(&self.totals));
         // Nothing is told to be sent before the receiver has accepted, and said what it takes.
         let Ok(first) = commands.recv() else { return Ok(()) };
-        let packing = self.packing(&socket, version >= wire::PACKING_SINCE, &totals);
+        let packing = self.packing(&socket, version >= wire::PACKING_SINCE, &totals)?;
         let mut sending = Sending {
             batch_pages: self.pacer.batch_pages(BATCH_PAGES),
             builder: BatchBuilder::new(self.stream),
@@ -107,11 +107,14 @@ impl Sender {
         Ok(())
     }
 
-    fn packing<'a>(&self, socket: &Socket, packs: bool, totals: &'a Totals) -> Packing<'a> {
+    fn packing<'a>(&self, socket: &Socket, packs: bool, totals: &'a Totals) -> Result<Packing<'a>, String> {
         let limit = self.pacer.bytes_per_s();
-        let limit = limit.map(|rate| rate_of(rate / u64::from(self.streams.max(1))));
-        let link = (is_local(socket), limit);
-        Packing::new(self.stream, self.compress, packs, link, self.skip_zero, totals)
+        let path = Path {
+            local: is_local(socket),
+            limit: limit.map(|rate| rate_of(rate / u64::from(self.streams.max(1)))),
+            streams: self.streams,
+        };
+        Packing::new(self.stream, self.compress, packs, path, self.skip_zero, totals)
     }
 
     /// The connection, and the version of the protocol that was agreed on.
