@@ -566,7 +566,8 @@ fn pages_that_come_singly_take_no_huge_pages_and_those_that_come_in_bulk_do() {
     for ranges in [&single[..], &bulk] {
         ram.expect(ranges);
         for range in ranges {
-            ram.copy_in(*range, &vec![2; (range.count() << 12) as usize]).unwrap();
+            ram.copy_in(*range, &vec![2; usize::try_from(range.count() << 12).unwrap()])
+                .unwrap();
         }
     }
     assert_eq!(present(), 512 + 256 + 512);

@@ -160,7 +160,9 @@ mod tests {
         assert_eq!(before.len() as u64, USED);
         let mut share = Share::new(Workload::Churn { pages_per_s: 100_000 }, 1);
         for (ms, rewritten) in [(4, 400), (6, 1000), (5, 1000)] {
-            share.run(&mut mm, &mut Rng(1), USED, Duration::from_millis(ms)).unwrap();
+            share
+                .run(&mut mm, &mut Rng(1), USED, Duration::from_millis(ms))
+                .unwrap();
             let changed = before.iter().zip(contents(&mm)).filter(|(old, new)| **old != *new);
             assert_eq!(changed.count(), rewritten, "after {ms} ms more");
         }

@@ -32,10 +32,7 @@ pub(crate) async fn run(listener: Listener, options: ReceiveOptions, prepare: Pr
         let outcome = receive(&mut desk, &mut worker, &options, &watch).await;
         desk.close();
         let finish = move || worker.finish().inspect(|guest| guest.ram.settle());
-        let guest = tokio::task::spawn_blocking(finish)
-            .await
-            .ok()
-            .flatten();
+        let guest = tokio::task::spawn_blocking(finish).await.ok().flatten();
         match outcome {
             Some(outcome) => {
                 tracing::info!(ending = %outcome.ending, error = outcome.error, "finished");
