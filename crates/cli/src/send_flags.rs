@@ -124,7 +124,7 @@ pub struct SendFlags {
     /// The most bandwidth to take, as 10Gbit; 0: no limit
     #[arg(long, value_parser = parse_bandwidth, default_value = "0", value_name = "RATE")]
     pub max_bandwidth: u64,
-    /// Pack pages on their way: auto (by what pays, where the link is slow), none, lz4, zstd[:LEVEL]
+    /// Pack pages on their way: auto (by what pays, where the link is slow), none, lz4, zstd, zstd:LEVEL
     #[arg(long, default_value = "auto", value_name = "HOW")]
     pub compress: Compress,
     /// The downtime to aim at
