@@ -30,8 +30,10 @@ const SLOW_WINDOWS_AFTER_FAST: u32 = 3;
 /// link, and where each of many gets little of a fast one, it is the cores that are short.
 const FAST: f64 = 1.0;
 
-/// The same where the receiver is on this machine: what looks like a slow link is then most likely its memory.
-const FAST_LOCAL: f64 = 3.0;
+/// The same where the receiver is on this machine: what looks like a slow link is then its memory, whose first touch costs
+/// up to 9 ns a byte where a host has it from another one, and packing takes processors from the same guest. Slower still is a
+/// tunnel that ends here.
+const FAST_LOCAL: f64 = 20.0;
 
 /// Packing is turned on below this part of what it costs without, and off above [`STAY`].
 const TURN: f64 = 0.6;
@@ -404,10 +406,12 @@ mod tests {
     fn a_slow_link_is_found_within_a_few_batches() {
         for (gbit, codec) in [(4.0, Codec::Lz4), (1.0, Codec::Zstd), (0.1, Codec::Zstd)] {
             for local in [true, false] {
-                if local && gbit > 2.5 {
+                let mut judge = judge(local, None);
+                if local && gbit > 0.4 {
+                    let sent = send(&mut judge, &LINUX, gbit, 9.0, 300);
+                    assert_eq!(sent, (0, 0), "this machine's own memory is slow: {}", judge.why());
                     continue;
                 }
-                let mut judge = judge(local, None);
                 let (packed, samples) = send(&mut judge, &LINUX, gbit, 9.0, 60);
                 assert!(
                     packed >= 54 && samples == 1,
