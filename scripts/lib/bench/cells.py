@@ -115,6 +115,17 @@ def quick(cells):
     return [cell for cell in short if cell.init == 0 or cell.ram == "memfd"]
 
 
+def touches_all(cell, contender):
+    """Whether a contender may touch all of a guest's RAM, at either end, and not only what is in use."""
+    if "skip-none" in contender:
+        return True
+    asked = "hints" in contender
+    if contender.startswith("qemu"):
+        # A hole of a memfd is filled by whoever reads it; a guest that is asked zeroes what it hands over, if it is set to.
+        return cell.ram == "memfd" or (cell.init == 1 if asked else cell.life == "aged")
+    return cell.life == "aged" and "zero-skipped" in contender
+
+
 def way_of(cell, contender, downtime_ms, limit_s):
     """How QEMU is set up for a contender."""
     channels = next((int(word[0]) for word in contender.split("-") if word.endswith("ch")), 1)

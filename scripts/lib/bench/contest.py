@@ -1,11 +1,8 @@
-"""Runs cells: contenders take turns, every other round in the opposite order, each after memory has settled.
-
-Where free memory goes back to an outer host, a first touch right after memory was freed is cheaper than one some
-seconds later. So each waits before it starts, when the last one's processes are gone.
+"""Runs cells: contenders take turns, every other round in the opposite order, each when the last one's processes are gone
+and the machine's memory is as it was for the others (see host_memory.py).
 """
 
 import statistics
-import time
 
 import cells
 import measure
@@ -164,23 +161,25 @@ class Contest:
         kinds = sorted(cell.kinds(), key=lambda kind: (not kind.hint, str(kind)))  # ours sends the one with hints
         return self.templates.used_bytes(kinds[0]) if kinds else None
 
-    def _settle(self):
-        time.sleep(self.settings.settle_s)
-
     def _one(self, cell, contender, link):
+        touched = self.templates.sizes.memory_bytes if cells.touches_all(cell, contender) else 0
+        with self.settings.host.ready(touched) as before:
+            return self._timed(cell, contender, link, before)
+
+    def _timed(self, cell, contender, link, before):
         if contender.startswith("qemu"):
             if measure.available_bytes() < _ROOM * self.templates.sizes.memory_bytes:
                 self.templates.drop_rams()
             way = cells.way_of(cell, contender, self.settings.downtime_ms, self.settings.limit_s)
             return qemu.migrate(
-                self.templates, cells.kind_of(cell, contender), way, link=link, before=self._settle
+                self.templates, cells.kind_of(cell, contender), way, link=link, before=before
             )
         if contender == "floor":
-            return self._floor(cell, link)
+            return self._floor(cell, link, before)
         way = cells.ours_of(cell, contender, self.programs, self.settings.downtime_ms)
         return ours.migrate(
             self.programs, self.templates.scratch, self._guest(cell, contender), way,
-            self.templates.sizes.memory_bytes, link=link, before=self._settle,
+            self.templates.sizes.memory_bytes, link=link, before=before,
         )
 
     def _guest(self, cell, contender):
@@ -199,15 +198,15 @@ class Contest:
             return ours.soft_guest(sizes.memory_bytes, "--used", used, "--workload", workload, *init)
         return ours.file_guest(self.templates.ram(Kind(cell.life, cell.init, True)))
 
-    def _floor(self, cell, link):
+    def _floor(self, cell, link, before):
         """A copy of as many bytes as ours sent: the used pages that are not zero."""
         try:
             sent = self.results.median(cell.name, "ours", "sent_bytes")
         except Missing as why:
             raise measure.Unavailable(f"nobody knows how much to copy: {why}") from why
         if link:
-            return link.plain_copy(sent, before=self._settle)
-        return ours.plain_copy(self.programs, sent, cell.receiver == "populated", before=self._settle)
+            return link.plain_copy(sent, before=before)
+        return ours.plain_copy(self.programs, sent, cell.receiver == "populated", before=before)
 
 
 def heading(program, settings, sizes, rates):
@@ -216,5 +215,5 @@ def heading(program, settings, sizes, rates):
     return (
         f"{measure.machine()}\nQEMU {program.version} (TCG), guests of {sizes.memory_bytes // MIB} MiB, aged by "
         f"{sizes.age_bytes // MIB} MiB, busy with {busy} pages/s in {sizes.churn_bytes // MIB} MiB; "
-        f"{settings.rounds} rounds, medians; each waits {settings.settle_s:g} s before it starts"
+        f"{settings.rounds} rounds, medians; {settings.host.described()}"
     )

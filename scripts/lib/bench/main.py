@@ -30,14 +30,15 @@ import goals
 import links
 import output
 import scale
+from host_memory import HostMemory
 from emulated.basics import GIB, MIB, ScriptError, parse_size, progress
 from measure import Unavailable
 from ours import Programs
 from templates import Sizes, Templates
 
 _DOWNTIME_MS = 300
-_QUICK = {"rounds": 1, "memory": 512 * MIB, "settle": 0.3, "limit": 20}
-_FULL = {"rounds": 5, "memory": 8 * GIB, "settle": 4.0, "limit": 120}
+_QUICK = {"rounds": 1, "memory": 512 * MIB, "limit": 20}
+_FULL = {"rounds": 5, "memory": 8 * GIB, "limit": 120}
 _SCALE_LIMIT_S, _SCALE_QUICK_LIMIT_S = 20, 4
 _SKIPPED = 77
 
@@ -65,7 +66,14 @@ def parse_arguments():
     parser.add_argument("--quick", action="store_true", help="tiny guests, one round: whether it runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="leave the rows here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="leave a plot here (SVG)")
-    parser.add_argument("--settle", type=float, metavar="SECONDS", help="to wait before each (default 4; quick: 0.3)")
+    parser.add_argument(
+        "--settle", type=float, metavar="SECONDS", help="to wait before each (default 0.5; --host-cold: 4; quick: 0.3)"
+    )
+    parser.add_argument(
+        "--host-cold", action="store_true",
+        help="do not touch and free memory before each, as --quick does not: what the host of this machine has taken back, "
+        "it has to give again",
+    )
     parser.add_argument(
         "--limit", type=int, metavar="SECONDS", help="for each of QEMU's (default 120; quick: 20)"
         "; with scale: for each dirty rate (default 20; quick: 4)",
@@ -88,10 +96,14 @@ def parse_arguments():
     for name, value in defaults.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
+    warm = not (arguments.host_cold or arguments.quick)
+    if arguments.settle is None:
+        arguments.settle = 0.5 if warm else 0.3 if arguments.quick else 4.0
     if arguments.rounds < 1 or arguments.limit < 1 or arguments.settle < 0:
         parser.error("--rounds and --limit: give at least 1; --settle: at least 0")
     if not 512 * MIB <= arguments.memory <= 64 * GIB or arguments.memory % MIB:
         parser.error("--memory: give a whole number of MiB from 512M to 64G")
+    arguments.host = HostMemory(warm, arguments.settle)
     if arguments.mode == "scale" and not arguments.quick and arguments.memory < GIB:
         parser.error("--memory: scale needs 1G at least, of which it has half in use")
     return arguments
@@ -134,7 +146,7 @@ def measure(arguments, chosen, program, programs, results):
 
 def _settings(arguments):
     return SimpleNamespace(
-        rounds=arguments.rounds, settle_s=arguments.settle, limit_s=arguments.limit, downtime_ms=_DOWNTIME_MS
+        rounds=arguments.rounds, host=arguments.host, limit_s=arguments.limit, downtime_ms=_DOWNTIME_MS
     )
 
 

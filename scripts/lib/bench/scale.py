@@ -130,7 +130,7 @@ class _Turns:
     def __init__(self, programs, folder, arguments):
         self.programs = programs
         self.folder = folder
-        self.rounds, self.settle_s = arguments.rounds, arguments.settle
+        self.rounds, self.host = arguments.rounds, arguments.host
         self.results = Results(arguments.rounds)
 
     def run(self, one):
@@ -158,10 +158,8 @@ class _Turns:
         missing = self.programs.missing(point.way.send)
         if missing:
             raise measure.Unavailable(f"migrate-send has no {missing}")
-        return migrate(self.programs, self.folder, point.guest, point.way, 0, before=self._settle)
-
-    def _settle(self):
-        time.sleep(self.settle_s)
+        with self.host.ready(int(_ROOM * one.used_bytes)) as before:
+            return migrate(self.programs, self.folder, point.guest, point.way, 0, before=before)
 
 
 def _values(one, point, results, key):
@@ -272,7 +270,7 @@ def _leave(arguments, extent, chosen, results):
     found = rows(chosen, results)
     heading = (
         f"{measure.machine()}\nOurs alone, loopback, verified, receivers cold; {arguments.rounds} rounds, medians; "
-        f"each waits {arguments.settle:g} s before it starts; {extent.link_bits_per_s / 1e9:g} Gbit/s for dirty rates"
+        f"{arguments.host.described()}; {extent.link_bits_per_s / 1e9:g} Gbit/s for dirty rates"
     )
     print(heading)
     for one, listed in found.items():
