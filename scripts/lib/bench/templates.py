@@ -5,6 +5,7 @@ RAM of the same moment with its layout and the map of its free pages. So a round
 first one was, and a guest that was hinted, zeroed or scanned by one contender is not what the next one gets.
 """
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -76,8 +77,10 @@ class Templates:
         self.sizes = sizes
         self.machine = _MACHINE
         self._keep = keep
+        self._rams = {}  # memfds by kind
         self.disk = keep or _folder(closing, DISK)
         self.scratch = _folder(closing, TMPFS)
+        closing.callback(self.drop_rams)
         try:
             self.kernel, busybox = packages.kernel_and_busybox(False)
         except ScriptError as error:
@@ -144,25 +147,35 @@ class Templates:
         return self.sizes.memory_bytes - free * PAGE_BYTES
 
     def ram(self, kind):
-        """The folder with a guest's RAM, layout and free map for ours, in memory as a running guest's is."""
+        """The folder with a guest's RAM, layout and free map for ours. RAM is in memory as a running guest's is: in a
+        memfd that cannot get shorter."""
         folder = self.scratch / f"ram-{kind}"
-        if not folder.exists():
+        if kind not in self._rams:
             kept = self.get(kind)
             folder.mkdir()
             for name in (image.FREE, image.LAYOUT):
                 shutil.copy(kept / name, folder / name)
+            memfd = os.memfd_create(str(kind), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self._rams[kind] = memfd
+            (folder / image.RAM).symlink_to(f"/proc/{os.getpid()}/fd/{memfd}")
             with open(kept / image.RAM, "rb") as file:
                 image.copy_sparse(file.fileno(), folder / image.RAM, self.sizes.memory_bytes)
+            fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         return folder
 
     def drop_rams(self):
         """Copies of guests' RAM in memory, which make room for others and come again when they are wanted."""
-        for folder in self.scratch.glob("ram-*"):
-            shutil.rmtree(folder)
+        for kind in list(self._rams):
+            self._drop_ram(kind)
+
+    def _drop_ram(self, kind):
+        if kind in self._rams:
+            os.close(self._rams.pop(kind))
+            shutil.rmtree(self.scratch / f"ram-{kind}")
 
     def drop(self, kind):
         """A template that is not wanted any more; it stays if it is to be kept."""
-        shutil.rmtree(self.scratch / f"ram-{kind}", ignore_errors=True)
+        self._drop_ram(kind)
         if not self._keep:
             shutil.rmtree(self.folder(kind), ignore_errors=True)
 
