@@ -6,6 +6,7 @@
 use crate::error::{Error, Result};
 use crate::sys::map;
 use pages::{Layout, PAGE_BYTES};
+use rustix::fs::SealFlags;
 use std::fs::{File, OpenOptions, TryLockError};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -84,8 +85,9 @@ pub(crate) struct Storage {
     /// Bytes of a page: 4096, or a huge page's on hugetlbfs.
     pub(crate) page_bytes: u64,
     pub(crate) writable: bool,
-    /// Whether the file has a name, and so may be changed by others under our mapping.
-    pub(crate) named: bool,
+    /// Whether others may cut the file short under our mapping, so that a load from it raises SIGBUS: it has a name, and
+    /// no seal says that it stays as long as it is.
+    pub(crate) may_shrink: bool,
     /// Whether our page table may lose entries whose pages live on: not for anonymous memory, whose entries are its
     /// pages, nor for hugetlbfs, which is never reclaimed.
     pub(crate) loses_entries: bool,
@@ -104,7 +106,7 @@ impl Storage {
                 file: None,
                 page_bytes: PAGE_BYTES,
                 writable: true,
-                named: false,
+                may_shrink: false,
                 loses_entries: false,
                 huge_folios: false,
                 reads_allocate: !huge_zero_page(),
@@ -170,11 +172,13 @@ impl Storage {
             .metadata()
             .map_err(|e| Error::sys("looking at the RAM file", e))?
             .blksize();
+        // A hole that is punched into huge pages may find the host's pool empty when it is read: SIGBUS, seal or none.
+        let may_shrink = named && (huge || !is_sealed(&file));
         Ok(Storage {
             file: Some(file),
             page_bytes,
             writable,
-            named,
+            may_shrink,
             loses_entries: !huge,
             huge_folios: block_bytes >= HUGE_BYTES,
             reads_allocate: true,
@@ -189,7 +193,7 @@ impl Storage {
 
     /// Whether what our page table lacks is known to be zero: only we can have put anything there.
     pub(crate) fn page_table_is_truth(&self) -> bool {
-        self.file.is_none() || (self.is_huge() && !self.named)
+        self.file.is_none() || (self.is_huge() && !self.may_shrink)
     }
 }
 
@@ -241,6 +245,12 @@ fn open_file(path: &Path, mode: FileMode, layout: &Layout) -> Result<Storage> {
         });
     }
     Ok(storage)
+}
+
+/// Whether nobody can make the file shorter any more: a memfd of a VMM's, reached by `/proc/PID/fd`, may be so.
+fn is_sealed(file: &File) -> bool {
+    // Files that cannot be sealed answer with an error.
+    rustix::fs::fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK))
 }
 
 /// Whether a load from an untouched huge page of private memory shows the shared one; a host can switch that off. Without
@@ -298,4 +308,30 @@ fn check_space(file: &File, path: &Path, needed: u64) -> Result<()> {
         });
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+
+    #[test]
+    fn what_may_shrink_under_us_is_known() {
+        let memfd = File::from(memfd_create("ram", MemfdFlags::ALLOW_SEALING).unwrap());
+        let may_shrink = |named| {
+            let file = memfd.try_clone().unwrap();
+            Storage::of_file(file, false, named).unwrap().may_shrink
+        };
+        assert!(!may_shrink(false));
+        assert!(may_shrink(true));
+        fcntl_add_seals(&memfd, SealFlags::GROW).unwrap();
+        assert!(may_shrink(true));
+        fcntl_add_seals(&memfd, SealFlags::SHRINK).unwrap();
+        assert!(!may_shrink(true));
+        // Files that know no seals.
+        for dir in ["/dev/shm", "/var/tmp"] {
+            let file = tempfile::tempfile_in(dir).unwrap();
+            assert!(Storage::of_file(file, false, true).unwrap().may_shrink, "{dir}");
+        }
+    }
 }

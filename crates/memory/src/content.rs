@@ -1,7 +1,7 @@
 //! Walking over the content of guest RAM without allocating what is absent and without SIGBUS.
 //!
-//! Memory that only we can shrink is looked at in place. A named file may lose its end at any moment, so its pages are
-//! read by `pread`, which answers with an error.
+//! Memory that nobody else can shrink is looked at in place. Other files may lose their end at any moment, so their pages
+//! are read by `pread`, which answers with an error.
 
 use crate::error::{Error, Result};
 use crate::ram::{GuestMemory, Place, length_of};
@@ -30,7 +30,7 @@ impl GuestMemory {
     pub(crate) fn walk(&self, range: PageRange, each: &mut dyn FnMut(PageRange, Content) -> Result<()>) -> Result<()> {
         let place = self.place(range)?;
         self.check_length(range, place)?;
-        if self.storage.named {
+        if self.storage.may_shrink {
             return self.walk_file(range, place, each);
         }
         let Some(present) = self.present_in(range)? else {
@@ -77,13 +77,15 @@ impl GuestMemory {
         };
         let mut at = place.offset;
         while at < end {
-            let (data, hole) = self.next_data(range, at, end)?;
+            // Where the data ends is not asked: that takes as long as there is data, whatever the range. Holes in it read as
+            // zeroes, and stay holes.
+            let data = self.data_from(range, at, end)?;
             if data > at {
                 each(pages(at, data), Content::Absent)?;
             }
             at = data;
-            while at < hole {
-                let upto = hole.min(at + CHUNK_BYTES);
+            if at < end {
+                let upto = end.min(at + CHUNK_BYTES);
                 let part = pages(at, upto);
                 frames.resize(size(part.count()), Frame([0; 4096]));
                 pagemap::pread(file, as_bytes(&mut frames), at).map_err(|e| self.read_error(file, part, e))?;
@@ -94,33 +96,38 @@ impl GuestMemory {
         Ok(())
     }
 
-    /// The next data of the file at or after `at`, in whole pages and cut to `end`: where it starts and where it ends.
-    /// `range` is what is being looked at, and ends at `end`.
-    pub(crate) fn next_data(&self, range: PageRange, at: u64, end: u64) -> Result<(u64, u64)> {
-        let failed = |e| Error::sys("looking for data in the RAM file", e);
+    /// Where the file's next data at or after `at` starts, in whole pages: `end` if there is none before. `range` is what
+    /// is being looked at, and ends at `end`.
+    fn data_from(&self, range: PageRange, at: u64, end: u64) -> Result<u64> {
         let Some(file) = &self.storage.file else {
-            return Ok((end, end));
+            return Ok(end);
         };
-        let Some(data) = pagemap::next_data(file, at).map_err(failed)? else {
+        let Some(data) = pagemap::next_data(file, at).map_err(seeking)? else {
             // No data from here on: a hole to the end of the file, unless the end has come nearer since it was checked.
             let got = length_of(file)?;
             return if got < end {
                 Err(Error::Truncated { range, got })
             } else {
-                Ok((end, end))
+                Ok(end)
             };
         };
-        if data >= end {
-            return Ok((end, end));
-        }
-        let hole = pagemap::next_hole(file, data).map_err(failed)?;
         // Blocks of a disk's file system may be smaller than a page.
-        let data = data / PAGE_BYTES * PAGE_BYTES;
-        Ok((
-            data.max(at),
-            hole.next_multiple_of(PAGE_BYTES).min(end).max(data + PAGE_BYTES),
-        ))
+        Ok((data / PAGE_BYTES * PAGE_BYTES).clamp(at, end))
     }
+
+    /// The next data of the file at or after `at`, in whole pages and cut to `end`: where it starts and where it ends.
+    pub(crate) fn next_data(&self, range: PageRange, at: u64, end: u64) -> Result<(u64, u64)> {
+        let data = self.data_from(range, at, end)?;
+        let Some(file) = self.storage.file.as_ref().filter(|_| data < end) else {
+            return Ok((end, end));
+        };
+        let hole = pagemap::next_hole(file, data).map_err(seeking)?;
+        Ok((data, hole.next_multiple_of(PAGE_BYTES).clamp(data + PAGE_BYTES, end)))
+    }
+}
+
+fn seeking(error: std::io::Error) -> Error {
+    Error::sys("looking for data in the RAM file", error)
 }
 
 fn as_bytes(frames: &mut [Frame]) -> &mut [u8] {

@@ -246,7 +246,7 @@ impl GuestMemory {
             return Ok(());
         }
         let place = self.place(range)?;
-        if !self.storage.named {
+        if !self.storage.may_shrink {
             // SAFETY: place checked that `range` is guest RAM; the caller that it can be written; no file can shrink.
             unsafe { iov::clear(place.addr, size(range.bytes())) };
             self.wrote(range);

@@ -143,7 +143,7 @@ impl GuestMemory {
     /// Copies guest memory out. The bytes must lie within one region; what the guest writes meanwhile may be torn.
     pub fn read(&self, address: u64, into: &mut [u8]) -> Result<()> {
         let (place, range) = self.place_bytes(address, into.len() as u64)?;
-        if let (Some(file), true) = (&self.storage.file, self.storage.named) {
+        if let (Some(file), true) = (&self.storage.file, self.storage.may_shrink) {
             return pagemap::pread(file, into, place.offset).map_err(|e| self.read_error(file, range, e));
         }
         // SAFETY: place_bytes checked that the bytes are guest RAM; the mapping lives as long as self. The file behind
@@ -162,7 +162,7 @@ impl GuestMemory {
     /// Copies into guest RAM, and notes that `range` was written; the caller checked the place.
     pub(crate) fn copy_in(&self, place: Place, range: PageRange, from: &[u8]) -> Result<()> {
         let result = match &self.storage.file {
-            Some(file) if self.storage.named => {
+            Some(file) if self.storage.may_shrink => {
                 // Not pwrite: trackers watch the mapping, not the file.
                 iov::copy_in_checked(place.addr, from).map_err(|e| self.read_error(file, range, e))
             }
@@ -216,7 +216,7 @@ impl GuestMemory {
     /// Refuses to touch a file that has become too short for `range`. What is cut off after this check is met by system
     /// calls that answer with an error.
     pub(crate) fn check_length(&self, range: PageRange, place: Place) -> Result<()> {
-        let Some(file) = self.storage.file.as_ref().filter(|_| self.storage.named) else {
+        let Some(file) = self.storage.file.as_ref().filter(|_| self.storage.may_shrink) else {
             return Ok(());
         };
         let got = length_of(file)?;

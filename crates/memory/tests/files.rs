@@ -7,9 +7,10 @@ use common::{Kind, Ram, odd, r, ram};
 use machine::GuestRam;
 use memory::{Backing, Error, GuestMemory, Presence};
 use pages::{Layout, PageSet, Pfn};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use std::fs::{File, OpenOptions};
-use std::io::Write;
-use std::os::fd::AsFd;
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -130,4 +131,55 @@ fn what_a_file_holds_is_mapped_and_its_holes_are_not_filled() {
         assert!(mapped.contains(Pfn(pfn)), "{pfn}");
     }
     assert_eq!(file.metadata().unwrap().blocks(), before);
+}
+
+/// A VMM's memfd, sealed, as another process finds it: what it holds was never in our page table.
+#[test]
+fn a_sealed_memfd_is_looked_at_and_sent_where_it_lies() {
+    let layout = Arc::new(Layout::flat(2000).unwrap());
+    let memfd = memfd_create("ram", MemfdFlags::ALLOW_SEALING).unwrap();
+    let path = format!("/proc/self/fd/{}", memfd.as_raw_fd());
+    let theirs = File::from(memfd);
+    theirs.set_len(2000 * 4096).unwrap();
+    for pfn in [3u64, 4, 700, 1999] {
+        theirs.write_all_at(&[7; 4096], pfn * 4096).unwrap();
+    }
+    theirs.write_all_at(&[0; 4096], 5 * 4096).unwrap();
+    fcntl_add_seals(&theirs, SealFlags::SHRINK).unwrap();
+    let blocks = theirs.metadata().unwrap().blocks();
+    for mapped in [false, true] {
+        let memory = GuestMemory::new(layout.clone(), &Backing::read_file(&path)).unwrap();
+        if mapped {
+            memory.map_present(&PageSet::empty(&layout)).unwrap();
+        }
+        let mut data = Vec::new();
+        let mut note = |run, kind| data.extend(Some(run).filter(|_| kind == machine::PageKind::Data));
+        memory.classify(r(0, 2000), &mut note).unwrap();
+        assert_eq!(data, [r(3, 2), r(700, 1), r(1999, 1)]);
+        let (near, mut far) = UnixStream::pair().unwrap();
+        let sent = [r(2, 4), r(699, 2)];
+        let total = 6 * 4096;
+        let sender = std::thread::scope(|scope| {
+            let sending = scope.spawn(|| {
+                let mut done = 0;
+                while done < total {
+                    done += memory.write_to(near.as_fd(), &[], &sent, done).unwrap();
+                }
+            });
+            let mut got = vec![9; total];
+            far.read_exact(&mut got).unwrap();
+            sending.join().unwrap();
+            got
+        });
+        let first: Vec<u8> = sender.chunks(4096).map(|page| page[4095]).collect();
+        assert_eq!(first, [0, 7, 7, 0, 0, 7]);
+        // What their program writes meanwhile is there.
+        theirs.write_all_at(&[1; 4096], 4096).unwrap();
+        let mut page = [0; 4096];
+        memory.read_page(Pfn(1), &mut page).unwrap();
+        assert_eq!(page, [1; 4096]);
+        theirs.write_all_at(&[0; 4096], 4096).unwrap();
+    }
+    assert_eq!(theirs.metadata().unwrap().blocks(), blocks + 8);
+    assert!(theirs.set_len(4096).is_err());
 }
