@@ -1,25 +1,36 @@
-//! A set of pages that many threads add to and one takes from, without a lock.
+//! A set of pages that many threads add to and one takes from. Only the first page of each 16 MiB may wait, for the memory
+//! that its bit lies in; so the set costs what was added, not the size of RAM.
 //!
 //! Order of memory: whoever changed a page adds it *after* the change, with release; whoever takes it does so with
 //! acquire and reads the page after. So a page whose change the taker missed is still in the set, or comes into it.
 
 use pages::{Layout, PageRange, PageSet, Pfn};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
-/// The set. One bit a page, each region from a word of its own.
+/// Words of a block: 4096 pages.
+const BLOCK_WORDS: usize = 64;
+
+/// A block's bits; none where no page of it was ever added.
+type Block = OnceLock<Box<[AtomicU64; BLOCK_WORDS]>>;
+
+/// The set. One bit a page, each region from a block of its own.
 #[derive(Debug)]
 pub(crate) struct AtomicPages {
     layout: Arc<Layout>,
-    regions: Vec<Box<[AtomicU64]>>,
+    regions: Vec<Box<[Block]>>,
 }
 
 impl AtomicPages {
     pub(crate) fn new(layout: &Arc<Layout>) -> Self {
-        let words = |r: &PageRange| (0..r.count().div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
+        let blocks = |r: &PageRange| {
+            (0..r.count().div_ceil(64 * BLOCK_WORDS as u64))
+                .map(|_| Block::new())
+                .collect()
+        };
         AtomicPages {
             layout: Arc::clone(layout),
-            regions: layout.regions().iter().map(words).collect(),
+            regions: layout.regions().iter().map(blocks).collect(),
         }
     }
 
@@ -29,7 +40,8 @@ impl AtomicPages {
 
     /// Adds the RAM pages of `range`, which were changed before.
     pub(crate) fn insert(&self, range: PageRange) {
-        self.each_word(range, |_, word, mask| {
+        self.each_word(range, |_, block, word, mask| {
+            let word = &block.get_or_init(|| Box::new([const { AtomicU64::new(0) }; BLOCK_WORDS]))[word];
             // A bit that is set already needs no write, but its order still counts: hence no look before.
             word.fetch_or(mask, Ordering::Release);
         });
@@ -38,8 +50,9 @@ impl AtomicPages {
     /// How many pages of `range` are in.
     pub(crate) fn count(&self, range: PageRange) -> u64 {
         let mut count = 0;
-        self.each_word(range, |_, word, mask| {
-            count += u64::from((word.load(Ordering::Relaxed) & mask).count_ones());
+        self.each_word(range, |_, block, word, mask| {
+            let bits = block.get().map_or(0, |words| words[word].load(Ordering::Relaxed));
+            count += u64::from((bits & mask).count_ones());
         });
         count
     }
@@ -54,8 +67,8 @@ impl AtomicPages {
 
     /// Puts the pages of `range` into `into`, and keeps them.
     pub(crate) fn copy(&self, range: PageRange, into: &mut PageSet) {
-        self.each_word(range, |start, word, mask| {
-            let bits = word.load(Ordering::Relaxed) & mask;
+        self.each_word(range, |start, block, word, mask| {
+            let bits = block.get().map_or(0, |words| words[word].load(Ordering::Relaxed)) & mask;
             if bits != 0 {
                 into.insert_bitmap(start, &bits.to_le_bytes());
             }
@@ -68,17 +81,21 @@ impl AtomicPages {
     }
 
     fn each_nonzero(&self, mut each: impl FnMut(Pfn, &AtomicU64)) {
-        for (region, words) in self.layout.regions().iter().zip(&self.regions) {
-            for (i, word) in words.iter().enumerate() {
-                if word.load(Ordering::Relaxed) != 0 {
-                    each(Pfn(region.start().0 + i as u64 * 64), word);
+        for (region, blocks) in self.layout.regions().iter().zip(&self.regions) {
+            for (i, block) in blocks.iter().enumerate() {
+                let words = block.get().into_iter().flat_map(|words| words.iter());
+                for (word, at) in words.zip((i * BLOCK_WORDS..).map(|index| index as u64 * 64)) {
+                    if word.load(Ordering::Relaxed) != 0 {
+                        each(Pfn(region.start().0 + at), word);
+                    }
                 }
             }
         }
     }
 
-    /// Calls `each` with every word that `range` touches, the page of its lowest bit, and the bits that are `range`'s.
-    fn each_word(&self, range: PageRange, mut each: impl FnMut(Pfn, &AtomicU64, u64)) {
+    /// Calls `each` with every word that `range` touches: the page of its lowest bit, its block and its place there, and
+    /// the bits that are `range`'s.
+    fn each_word(&self, range: PageRange, mut each: impl FnMut(Pfn, &Block, usize, u64)) {
         for part in self.layout.clip(range) {
             let Some(region) = self.layout.region_of(part.start()) else {
                 continue;
@@ -89,11 +106,9 @@ impl AtomicPages {
                 let bit = at % 64;
                 let room = (64 - bit).min(end - at);
                 let mask = (u64::MAX >> (64 - room)) << bit;
-                each(
-                    Pfn(base + at - bit),
-                    &self.regions[region][crate::sys::size(at / 64)],
-                    mask,
-                );
+                let index = crate::sys::size(at / 64);
+                let block = &self.regions[region][index / BLOCK_WORDS];
+                each(Pfn(base + at - bit), block, index % BLOCK_WORDS, mask);
                 at += room;
             }
         }

@@ -42,5 +42,24 @@ fn sets(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, sets);
+/// The same 300 MiB of 4 TiB.
+fn large_sets(c: &mut Criterion) {
+    let layout = Arc::new(Layout::pc(4 << 28).unwrap());
+    let full = PageSet::full(&layout);
+    let mut used = PageSet::empty(&layout);
+    for i in 0..800 {
+        used.insert_range(PageRange::new(Pfn(i * 1_000_003), 96).unwrap());
+    }
+    let mut group = c.benchmark_group("sets of 4 TiB");
+    group.bench_function("what is left out: full, subtract, count, runs", |b| {
+        b.iter(|| {
+            let mut rest = black_box(&full).clone();
+            rest.subtract(black_box(&used));
+            (rest.count(), rest.runs().count())
+        });
+    });
+    group.finish();
+}
+
+criterion_group!(benches, sets, large_sets);
 criterion_main!(benches);

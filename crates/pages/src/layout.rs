@@ -1,6 +1,6 @@
 //! Where guest RAM lies in guest-physical space.
 
-use crate::set::BLOCK_PAGES;
+use crate::set::GROUP_PAGES;
 use crate::{PAGE_BYTES, PageRange, Pfn};
 use serde::{Deserialize, Serialize};
 
@@ -43,8 +43,8 @@ pub struct Layout {
     regions: Vec<Region>,
     /// For each region, the RAM-order index of its first page.
     first_index: Vec<u64>,
-    /// For each region, the first of its blocks in a page set; one more at the end for the total.
-    first_block: Vec<usize>,
+    /// For each region, the first of its groups in a page set; one more at the end for the total.
+    first_group: Vec<usize>,
     total: u64,
 }
 
@@ -54,8 +54,8 @@ impl Layout {
         if regions.is_empty() || regions.len() > MAX_REGIONS {
             return Err(LayoutError::RegionCount(regions.len()));
         }
-        let (mut first_index, mut first_block) = (Vec::new(), vec![0]);
-        let (mut total, mut blocks, mut floor) = (0u64, 0usize, Pfn(0));
+        let (mut first_index, mut first_group) = (Vec::new(), vec![0]);
+        let (mut total, mut groups, mut floor) = (0u64, 0usize, Pfn(0));
         for (i, region) in regions.iter().enumerate() {
             if region.is_empty() {
                 return Err(LayoutError::Empty(i, region.start()));
@@ -72,14 +72,14 @@ impl Layout {
             if total > MAX_PAGES {
                 return Err(LayoutError::TooLarge(total));
             }
-            blocks +=
-                usize::try_from(region.count().div_ceil(BLOCK_PAGES)).map_err(|_| LayoutError::TooLarge(total))?;
-            first_block.push(blocks);
+            groups +=
+                usize::try_from(region.count().div_ceil(GROUP_PAGES)).map_err(|_| LayoutError::TooLarge(total))?;
+            first_group.push(groups);
         }
         Ok(Layout {
             regions,
             first_index,
-            first_block,
+            first_group,
             total,
         })
     }
@@ -163,14 +163,22 @@ impl Layout {
         Some(Pfn(self.regions[i].start().0 + (index - self.first_index[i])))
     }
 
-    /// Blocks that a set of these pages has, those of each region by themselves.
-    pub(crate) fn blocks(&self) -> usize {
-        self.first_block.last().copied().unwrap_or(0)
+    /// Groups that a set of these pages has, those of each region by themselves.
+    pub(crate) fn groups(&self) -> usize {
+        self.first_group.last().copied().unwrap_or(0)
     }
 
-    /// Index of the first block of region `i`, which may be one past the last region.
-    pub(crate) fn first_block(&self, i: usize) -> usize {
-        self.first_block[i]
+    /// For each group, in order, how many pages it has.
+    pub(crate) fn group_pages(&self) -> impl Iterator<Item = u64> + '_ {
+        self.regions.iter().flat_map(|region| {
+            let (whole, rest) = (region.count() / GROUP_PAGES, region.count() % GROUP_PAGES);
+            (0..whole).map(|_| GROUP_PAGES).chain((rest > 0).then_some(rest))
+        })
+    }
+
+    /// Index of the first group of region `i`, which may be one past the last region.
+    pub(crate) fn first_group(&self, i: usize) -> usize {
+        self.first_group[i]
     }
 }
 

@@ -1,7 +1,7 @@
 //! Bitmaps as guests, kernels and files hold them: little-endian, least significant bit of byte 0 first.
 
 use super::PageSet;
-use super::block::{BLOCK_PAGES, Block, bits_between};
+use super::node::{Bits, bits_between};
 use crate::{Layout, PageRange, Pfn};
 use std::sync::Arc;
 
@@ -71,30 +71,13 @@ impl PageSet {
             let Some(at) = self.place(Pfn(part.start().0 + done)) else {
                 break;
             };
-            let room = (64 - u64::from(at.bit)).min(part.count() - done);
-            let mask = (bits_at(bitmap, first + done) & bits_between(0, room)) << at.bit;
-            let block = &mut self.blocks[at.block];
-            let added = mask & !block.word(at.word, at.valid);
-            if added != 0 {
-                new += u64::from(added.count_ones());
-                block.words_mut(at.valid)[at.word] |= added;
-            }
+            let bit = at.at % 64;
+            let room = (64 - bit).min(part.count() - done);
+            let bits = (bits_at(bitmap, first + done) & bits_between(0, room)) << bit;
+            new += self.groups[at.group].insert_word(at.at - bit, bits, at.valid);
             done += room;
         }
-        self.shorten(part);
         new
-    }
-
-    /// Brings the blocks of `part` (of one region) into their shortest form.
-    fn shorten(&mut self, part: PageRange) {
-        let mut at = part.start();
-        while let Some(place) = self.place(at).filter(|_| at < part.end()) {
-            if let Block::Mixed(words) = &self.blocks[place.block] {
-                self.blocks[place.block] = Block::of(words.clone(), place.valid);
-            }
-            let inside = place.word as u64 * 64 + u64::from(place.bit);
-            at = Pfn(at.0 + (BLOCK_PAGES - inside));
-        }
     }
 }
 

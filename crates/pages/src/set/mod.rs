@@ -1,24 +1,25 @@
-//! A set of guest pages: one bit a page, in blocks of 4096 pages, each empty, full, or an array of 64-bit words.
+//! A set of guest pages: one bit a page, in groups of 1 GiB, each empty, full, or an array of blocks of 16 MiB, each again
+//! empty, full, or an array of 64-bit words.
 //!
 //! What a migration handles is mostly nothing or everything: the holes of a guest that never used most of its RAM, the
-//! free memory of an idle one. Blocks without words cost 16 bytes, and algebra passes over them at once, so what a set
+//! free memory of an idle one. A group that is alike costs 16 bytes, and algebra passes over it at once, so what a set
 //! costs, in memory and in time, follows the pages that are told apart, not the size of RAM.
 //!
-//! Each region's blocks are its own, so a region may start and end anywhere, runs end at region borders (as they do in
+//! Each region's groups are its own, so a region may start and end anywhere, runs end at region borders (as they do in
 //! host memory), and holes of the layout cost nothing.
 
 mod algebra;
 mod bitmap;
-mod block;
+mod node;
 mod range;
 mod runs;
 
 pub use bitmap::BitmapError;
-pub(crate) use block::BLOCK_PAGES;
+pub(crate) use node::GROUP_PAGES;
 pub use runs::Runs;
 
 use crate::{Layout, PageRange, Pfn};
-use block::Block;
+use node::{Bits, Group};
 use std::fmt;
 use std::sync::Arc;
 
@@ -26,16 +27,16 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub struct PageSet {
     layout: Arc<Layout>,
-    blocks: Vec<Block>,
+    groups: Vec<Group>,
 }
 
-/// Where a page's bit is.
+/// Where a page is.
 #[derive(Clone, Copy)]
 struct Place {
-    block: usize,
-    word: usize,
-    bit: u32,
-    /// Pages of the block.
+    group: usize,
+    /// Counted in pages from the group's start.
+    at: u64,
+    /// Pages of the group.
     valid: u64,
 }
 
@@ -44,7 +45,7 @@ impl PageSet {
     pub fn empty(layout: &Arc<Layout>) -> Self {
         PageSet {
             layout: Arc::clone(layout),
-            blocks: vec![Block::Empty; layout.blocks()],
+            groups: vec![Group::Empty; layout.groups()],
         }
     }
 
@@ -52,7 +53,7 @@ impl PageSet {
     pub fn full(layout: &Arc<Layout>) -> Self {
         PageSet {
             layout: Arc::clone(layout),
-            blocks: vec![Block::Full; layout.blocks()],
+            groups: vec![Group::Full; layout.groups()],
         }
     }
 
@@ -64,103 +65,61 @@ impl PageSet {
     /// Whether `pfn` is in the set; a page that is not RAM is in none.
     pub fn contains(&self, pfn: Pfn) -> bool {
         self.place(pfn)
-            .is_some_and(|at| self.blocks[at.block].word(at.word, at.valid) >> at.bit & 1 == 1)
+            .is_some_and(|p| self.groups[p.group].count_range(p.at, p.at + 1) == 1)
     }
 
     /// Puts `pfn` in; whether it was new. A page that is not RAM is ignored.
     pub fn insert(&mut self, pfn: Pfn) -> bool {
-        let Some(at) = self.place(pfn).filter(|_| !self.contains(pfn)) else {
-            return false;
-        };
-        self.blocks[at.block].words_mut(at.valid)[at.word] |= 1 << at.bit;
-        true
+        self.set(pfn, true)
     }
 
     /// Takes `pfn` out; whether it was in.
     pub fn remove(&mut self, pfn: Pfn) -> bool {
-        let Some(at) = self.place(pfn).filter(|_| self.contains(pfn)) else {
-            return false;
-        };
-        self.blocks[at.block].words_mut(at.valid)[at.word] &= !(1 << at.bit);
-        true
+        self.set(pfn, false)
+    }
+
+    fn set(&mut self, pfn: Pfn, value: bool) -> bool {
+        self.place(pfn)
+            .is_some_and(|p| self.groups[p.group].set(value, p.at, p.at + 1, p.valid) == 1)
     }
 
     /// How many pages are in the set.
     pub fn count(&self) -> u64 {
-        let pages = |region: usize| {
-            let blocks = &self.blocks[self.layout.first_block(region)..self.layout.first_block(region + 1)];
-            let all: u64 = blocks.iter().map(|block| block.count(BLOCK_PAGES)).sum();
-            all - self.surplus(region, matches!(blocks.last(), Some(Block::Full)))
-        };
-        (0..self.layout.regions().len()).map(pages).sum()
-    }
-
-    /// By how much a region's last block was counted too high, if it is full and counted as long as the others. (To ask each
-    /// block how long it is takes most of the time of counting a large and mostly empty set.)
-    fn surplus(&self, region: usize, last_is_full: bool) -> u64 {
-        let pages = self.layout.regions()[region].count();
-        if last_is_full {
-            pages.next_multiple_of(BLOCK_PAGES) - pages
-        } else {
-            0
-        }
+        let groups = self.groups.iter().zip(self.layout.group_pages());
+        groups.map(|(group, valid)| group.count(valid)).sum()
     }
 
     /// Whether the set has no page.
     pub fn is_empty(&self) -> bool {
-        self.blocks.iter().all(|block| match block {
-            Block::Empty => true,
-            Block::Full => false,
-            Block::Mixed(words) => words.iter().all(|word| *word == 0),
-        })
+        self.groups.iter().all(|group| matches!(group, Group::Empty))
     }
 
     /// Takes every page out.
     pub fn clear(&mut self) {
-        self.blocks.fill(Block::Empty);
+        self.groups.fill(Group::Empty);
     }
 
-    /// For each block, in order, how many pages it has.
-    fn valids(&self) -> impl Iterator<Item = u64> + '_ {
-        self.layout.regions().iter().flat_map(|region| {
-            let whole = region.count() / BLOCK_PAGES;
-            let rest = region.count() % BLOCK_PAGES;
-            (0..whole).map(|_| BLOCK_PAGES).chain((rest > 0).then_some(rest))
-        })
-    }
-
-    /// Where the bit of `pfn` is.
     fn place(&self, pfn: Pfn) -> Option<Place> {
         let i = self.layout.region_of(pfn)?;
         let region = self.layout.regions()[i];
         let offset = pfn.0 - region.start().0;
-        let block = offset / BLOCK_PAGES;
+        let group = offset / GROUP_PAGES;
         Some(Place {
-            block: self.layout.first_block(i) + as_index(block),
-            word: as_index(offset % BLOCK_PAGES / 64),
-            bit: (offset % 64) as u32,
-            valid: valid_of(region.count(), block),
+            group: self.layout.first_group(i) + as_index(group),
+            at: offset % GROUP_PAGES,
+            valid: (region.count() - group * GROUP_PAGES).min(GROUP_PAGES),
         })
     }
 }
 
-/// A number of blocks or words, as an index. All that there are fit: a layout has at most `MAX_PAGES`.
+/// A number of groups or their parts, as an index. All that there are fit: a layout has at most `MAX_PAGES`.
 fn as_index(number: u64) -> usize {
     usize::try_from(number).unwrap_or(usize::MAX)
 }
 
-/// Pages of block `block` of a region of `pages` pages.
-fn valid_of(pages: u64, block: u64) -> u64 {
-    (pages - block * BLOCK_PAGES).min(BLOCK_PAGES)
-}
-
 impl PartialEq for PageSet {
     fn eq(&self, other: &Self) -> bool {
-        let same = |(valid, (a, b)): (u64, (&Block, &Block))| {
-            (0..block::BLOCK_WORDS).all(|word| a.word(word, valid) == b.word(word, valid))
-        };
-        (Arc::ptr_eq(&self.layout, &other.layout) || self.layout == other.layout)
-            && self.valids().zip(self.blocks.iter().zip(&other.blocks)).all(same)
+        (Arc::ptr_eq(&self.layout, &other.layout) || self.layout == other.layout) && self.groups == other.groups
     }
 }
 

@@ -1,7 +1,7 @@
 //! Runs: the longest stretches of pages that are in the set, in one region each, by ascending address.
 
 use super::PageSet;
-use super::block::BLOCK_PAGES;
+use super::node::{Bits, GROUP_PAGES};
 use crate::{PageRange, Pfn};
 
 impl PageSet {
@@ -30,25 +30,20 @@ impl PageSet {
     fn next_run_in(&self, region: usize, from: Pfn) -> Option<PageRange> {
         let r = self.layout.regions()[region];
         let first = self.find(region, from.0 - r.start().0, true)?;
-        let end = self.find(region, first, false).unwrap_or(r.count());
+        let end = self.find(region, first, false).unwrap_or(r.count()).min(r.count());
         Some(PageRange::between(Pfn(r.start().0 + first), Pfn(r.start().0 + end)))
     }
 
-    /// The first page of a region, at or after its page `from`, that is in the set (`set`) or is not; the latter may be
-    /// the one behind the region's last, whose bit is clear.
-    fn find(&self, region: usize, from: u64, set: bool) -> Option<u64> {
-        let skipped = from / BLOCK_PAGES;
-        let blocks = self.layout.first_block(region)..self.layout.first_block(region + 1);
-        let blocks = self.blocks[blocks].get(super::as_index(skipped)..)?;
-        let mut at = from;
-        for (i, block) in (skipped..).zip(blocks) {
-            let base = i * BLOCK_PAGES;
-            if let Some(found) = block.find(at.max(base) - base, set) {
-                return Some(base + found);
-            }
-            at = base + BLOCK_PAGES;
-        }
-        None
+    /// The first page of a region, at or after its page `from`, that is in the set (`value`) or is not; the latter may be
+    /// one behind the region's last.
+    fn find(&self, region: usize, from: u64, value: bool) -> Option<u64> {
+        let skipped = from / GROUP_PAGES;
+        let groups = self.layout.first_group(region)..self.layout.first_group(region + 1);
+        let groups = self.groups[groups].get(super::as_index(skipped)..)?;
+        (skipped..).zip(groups).find_map(|(i, group)| {
+            let start = i * GROUP_PAGES;
+            Some(start + group.find(value, from.saturating_sub(start))?)
+        })
     }
 }
 
