@@ -115,15 +115,16 @@ def quick(cells):
     return [cell for cell in short if cell.init == 0 or cell.ram == "memfd"]
 
 
-def touches_all(cell, contender):
-    """Whether a contender may touch all of a guest's RAM, at either end, and not only what is in use."""
-    if "skip-none" in contender:
-        return True
-    asked = "hints" in contender
+def touched_bytes(cell, contender, sizes):
+    """What a contender may touch of a guest's RAM at both ends together, beyond what an idle guest uses."""
+    touches_all = "skip-none" in contender or (cell.life == "aged" and "zero-skipped" in contender)
     if contender.startswith("qemu"):
         # A hole of a memfd is filled by whoever reads it; a guest that is asked zeroes what it hands over, if it is set to.
-        return cell.ram == "memfd" or (cell.init == 1 if asked else cell.life == "aged")
-    return cell.life == "aged" and "zero-skipped" in contender
+        by_driver = cell.init == 1 if "hints" in contender else cell.life == "aged"
+        touches_all = cell.ram == "memfd" or by_driver
+    if touches_all:
+        return sizes.memory_bytes
+    return 3 * sizes.churn_bytes if cell.life == "busy" else 0
 
 
 def way_of(cell, contender, downtime_ms, limit_s):

@@ -162,7 +162,7 @@ class Contest:
         return self.templates.used_bytes(kinds[0]) if kinds else None
 
     def _one(self, cell, contender, link):
-        touched = self.templates.sizes.memory_bytes if cells.touches_all(cell, contender) else 0
+        touched = cells.touched_bytes(cell, contender, self.templates.sizes)
         with self.settings.host.ready(touched) as before:
             return self._timed(cell, contender, link, before)
 
