@@ -2,8 +2,10 @@
 //!
 //! All is in nanoseconds a byte of pages. As they are, pages cost what the link takes for them. Packed, they cost the
 //! packing and the link's time for what is left, of which the socket's buffer lets the shorter hide behind the longer, up
-//! to a quarter. What the link takes is what blocking writes say, once they block: a slow link shows in a few batches, a
-//! fast one costs no more than the sums here, as nothing is packed to try while writes are fast.
+//! to a quarter. What the link takes is what blocking writes say, once they block, and that takes as much as the socket's
+//! buffers hold. So a link that nothing is known of is taken for a slow one at first: if it is, nothing was lost; if it is
+//! fast, writes have not blocked by the end of [`START_BYTES`], packed at about the speed of such a link, and all else costs
+//! no more than the sums here, as nothing is packed to try while writes are fast.
 //!
 //! A receiver that is slow to take pages looks like a slow link, and packing does not help it: so packing has to prove
 //! itself against what went as it was just before, or it is given up for a good while.
@@ -34,6 +36,15 @@ const FAST: f64 = 1.0;
 /// up to 9 ns a byte where a host has it from another one, and packing takes processors from the same guest. Slower still is a
 /// tunnel that ends here.
 const FAST_LOCAL: f64 = 20.0;
+
+/// What a link is taken for that nothing is known of: 2.5 Gbit/s. Nanoseconds a byte.
+const UNKNOWN: f64 = 3.2;
+
+/// Bytes of pages that are packed on the strength of that.
+const START_BYTES: u64 = 32 << 20;
+
+/// Bytes of pages after which packing has to prove itself that was there from the start.
+const UNPROVEN_BYTES: u64 = 256 << 20;
 
 /// Packing is turned on below this part of what it costs without, and off above [`STAY`].
 const TURN: f64 = 0.6;
@@ -95,8 +106,9 @@ pub(crate) struct Judge {
     /// Windows in a row in which the link was slow, and whether it was fast before them.
     slow: u32,
     was_fast: bool,
-    /// The last that was measured of the link.
+    /// The last that was measured of the link, or taken for it: then it is `assumed`.
     link: Option<f64>,
+    assumed: bool,
     /// What pages cost just before packing was turned on.
     plain: Option<f64>,
     costs: [Option<Cost>; 2],
@@ -118,6 +130,7 @@ impl Judge {
             FAST
         };
         let fast = fast * streams;
+        let assumed = !path.local && limit.is_none();
         Judge {
             offered: offered.to_vec(),
             fast,
@@ -128,11 +141,12 @@ impl Judge {
             batches: 0,
             slow: 0,
             was_fast: false,
-            link: limit,
+            link: if assumed { Some(UNKNOWN * streams) } else { limit },
+            assumed,
             plain: None,
             costs: [None; 2],
             // A limit is known beforehand.
-            sample_wanted: !offered.is_empty() && limit.is_some_and(|limit| limit > fast),
+            sample_wanted: !offered.is_empty() && (assumed || limit.is_some_and(|limit| limit > fast)),
             until_fresh: STALE_BYTES,
             retry_bytes: RETRY_BYTES,
             why: "too little was sent to tell".to_owned(),
@@ -197,6 +211,9 @@ impl Judge {
         if slow && self.was_fast && self.slow < SLOW_WINDOWS_AFTER_FAST {
             return;
         }
+        if std::mem::take(&mut self.assumed) {
+            self.link = None;
+        }
         let link = self.link.map_or(measured, |before| (before + measured) / 2.0);
         self.link = Some(link);
         if link < self.fast {
@@ -249,10 +266,13 @@ impl Judge {
             if held_by_link {
                 // The link holds the stream up: what it takes in all that time is what it takes.
                 self.link = Some((window.pack_ns + window.link_ns) / float(window.wire));
-            } else if self.until_fresh == 0 {
-                // The cores do, so the link may have become faster.
-                self.using = None;
-                self.plain = None;
+                if std::mem::take(&mut self.assumed) {
+                    self.until_fresh = UNPROVEN_BYTES;
+                }
+            }
+            // Where the cores do, the link may be fast, or have become so.
+            if self.until_fresh == 0 && (!held_by_link || self.plain.is_none()) {
+                (self.using, self.plain, self.link) = (None, None, None);
                 self.until_fresh = self.retry_bytes;
                 self.retry_bytes = (self.retry_bytes * 2).min(MAX_RETRY_BYTES);
                 return;
@@ -278,8 +298,8 @@ impl Judge {
         let bound = if self.using.is_some() { STAY } else { TURN };
         let pays = took < link * bound;
         if pays && self.using.is_none() {
-            self.plain = Some(link);
-            self.until_fresh = RETRY_BYTES;
+            self.plain = Some(link).filter(|_| !self.assumed);
+            self.until_fresh = if self.assumed { START_BYTES } else { RETRY_BYTES };
         }
         if !pays {
             self.plain = None;
@@ -392,11 +412,13 @@ mod tests {
     }
 
     #[test]
-    fn a_fast_link_costs_not_one_sample() {
+    fn a_fast_link_costs_no_more_than_a_start() {
         for local in [true, false] {
             for gbit in [10.0, 20.0, 28.0] {
                 let mut judge = judge(local, None);
-                assert_eq!(send(&mut judge, &LINUX, gbit, 9.0, 1000), (0, 0), "{gbit}");
+                let (packed, samples) = send(&mut judge, &LINUX, gbit, 9.0, 1000);
+                let start = if local { (0, 0) } else { (33, 1) };
+                assert_eq!((packed, samples), start, "{gbit}: {}", judge.why());
                 assert!(judge.why().contains("MB/s"), "{}", judge.why());
             }
         }
@@ -454,7 +476,9 @@ mod tests {
     fn a_slow_receiver_is_not_helped_by_packing() {
         let mut judge = judge(false, None);
         let (packed, _) = send(&mut judge, &LINUX, 20.0, 0.25, 1000);
-        assert!(packed <= 40, "{packed} of 1000 were packed");
+        assert!(packed <= 300, "{packed} of 1000 were packed");
+        let (packed, _) = send(&mut judge, &LINUX, 20.0, 0.25, 3000);
+        assert!(packed <= 100, "{packed} of 3000 were packed");
         assert!(judge.why().contains("did not help"), "{}", judge.why());
     }
 
@@ -480,7 +504,7 @@ mod tests {
 
     #[test]
     fn small_batches_say_nothing() {
-        let mut judge = judge(false, None);
+        let mut judge = judge(true, None);
         for _ in 0..100 {
             judge.sent(Took {
                 raw: 4096,
@@ -511,6 +535,9 @@ mod tests {
     fn many_streams_of_a_fast_link_are_not_slow() {
         for local in [true, false] {
             let mut many = judge_of(local, None, 8);
+            if !local {
+                send(&mut many, &LINUX, 2.5, 9.0, 40);
+            }
             assert_eq!(send(&mut many, &LINUX, 2.5, 9.0, 300), (0, 0), "{}", many.why());
             assert!(many.why().contains("2500 MB/s"), "{}", many.why());
         }
@@ -526,6 +553,7 @@ mod tests {
     fn a_stall_is_no_slow_link() {
         for local in [true, false] {
             let mut judge = judge(local, None);
+            send(&mut judge, &LINUX, 20.0, 9.0, 40);
             for stalled in [1, 3, 4] {
                 assert_eq!(send(&mut judge, &LINUX, 20.0, 9.0, 30), (0, 0));
                 assert_eq!(send(&mut judge, &LINUX, 0.1, 9.0, stalled), (0, 0));

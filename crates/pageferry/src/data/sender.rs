@@ -27,6 +27,10 @@ const BATCH_PAGES: u64 = 256;
 /// whatever is free by then. So a link that is merely slow is not taken for a dead one.
 const TRIES: u32 = 16;
 
+/// A write to another machine waits while so much has not left. What is under way does not count, so no link is slower for
+/// it; but one that is slower than the cores shows after this much, not after a whole socket buffer.
+const UNSENT_BYTES: u32 = 512 << 10;
+
 /// What a stream is told to do.
 #[derive(Debug)]
 pub(crate) enum Command {
@@ -109,8 +113,12 @@ impl Sender {
 
     fn packing<'a>(&self, socket: &Socket, packs: bool, totals: &'a Totals) -> Result<Packing<'a>, String> {
         let limit = self.pacer.bytes_per_s();
+        let local = is_local(socket);
+        if !local && let Err(error) = socket.set_tcp_notsent_lowat(UNSENT_BYTES) {
+            tracing::debug!(%error, "the link's speed will show later");
+        }
         let path = Path {
-            local: is_local(socket),
+            local,
             limit: limit.map(|rate| rate_of(rate / u64::from(self.streams.max(1)))),
             streams: self.streams,
         };
