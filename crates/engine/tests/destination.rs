@@ -286,10 +286,50 @@ fn case_19_the_state_has_to_be_what_was_announced() {
         }
         hand.gave_up(because);
     }
-    // State before the last round is here.
-    let mut hand = Hand::receiving(DestinationConfig::default(), false);
-    hand.hears(end(0));
-    hand.gave_up("StateEnd before the last round was received");
+    // State before all of the last round was sent.
+    for round_end in [None, Some(Message::RoundEnd { round: 0, last: false })] {
+        let mut hand = Hand::receiving(DestinationConfig::default(), false);
+        if let Some(round_end) = round_end {
+            hand.hears(round_end);
+        }
+        hand.hears(end(0));
+        hand.gave_up("StateEnd before the last round was sent");
+    }
+}
+
+#[test]
+fn a_state_that_comes_while_pages_do_waits_for_them() {
+    for verify in [false, true] {
+        let mut hand = Hand::receiving(DestinationConfig::default(), verify);
+        hand.pages(0, 0, r(0, 100)).marker(0, 0);
+        hand.hears(Message::RoundEnd { round: 0, last: true });
+        if verify {
+            hand.hears(Message::Digests(Digests {
+                chunk_pages: 50,
+                sums: vec![4, 5, 6],
+            }));
+        }
+        hand.hears(Message::StateEnd { sections: 0 });
+        assert_eq!(hand.steps, [Step::Prepare], "pages are missing");
+        hand.pages(1, 0, r(200, 28)).marker(1, 0);
+        assert_eq!(hand.messages.last(), Some(&Message::RoundReceived { round: 0 }));
+        if verify {
+            assert_eq!(
+                hand.steps,
+                [Step::Prepare, Step::Digest],
+                "once, cut as the source does"
+            );
+            hand.on(DestinationEvent::Digested(vec![4, 5, 6]));
+        }
+        assert_eq!(hand.steps.last(), Some(&Step::Restore));
+        hand.on(DestinationEvent::Restored);
+        // A millisecond an event: what it waited for pages is not the digest's.
+        let ready = Message::Ready {
+            verified: verify,
+            verify_us: if verify { 1000 } else { 0 },
+        };
+        assert_eq!(hand.messages.last(), Some(&ready));
+    }
 }
 
 #[test]
@@ -381,7 +421,7 @@ fn it_runs_on_commit_and_reports_the_sources_times_and_its_own() {
         step: Step::Receive,
         error: "reset".to_owned(),
     });
-    assert!(hand.end.is_none() && hand.destination.poll_timeout().is_none());
+    assert!(hand.end.is_none());
     hand.on(DestinationEvent::Resumed);
     let outcome = hand.end.as_ref().unwrap();
     assert_eq!(outcome.ending, Ending::Completed);
@@ -549,4 +589,21 @@ fn a_ready_that_was_queued_and_not_handed_out_is_taken_back() {
             ..
         })
     ));
+}
+
+#[test]
+fn a_long_resume_is_no_silence() {
+    let mut hand = ready(DestinationConfig::default());
+    hand.hears(commit());
+    for _ in 0..20 {
+        let due = hand.destination.poll_timeout().unwrap();
+        assert!(due <= hand.now + Duration::from_secs(1));
+        hand.now = due;
+        hand.destination.handle_timeout(due);
+        hand.poll();
+        assert_eq!(hand.messages.last(), Some(&Message::Ping));
+    }
+    hand.on(DestinationEvent::Resumed);
+    assert!(matches!(hand.messages.last(), Some(Message::Running(_))));
+    assert!(hand.destination.poll_timeout().is_none());
 }

@@ -555,3 +555,54 @@ fn a_data_stream_that_ends_after_all_pages_have_arrived_is_no_failure() {
     hand.on(SourceEvent::TrackingStopped);
     assert_eq!(hand.ending(), Ending::Completed);
 }
+
+#[test]
+fn the_state_leaves_behind_the_last_pages_where_the_receiver_takes_it_so() {
+    let ends = |hand: &Hand| {
+        let ends = |message: &&Message| matches!(message, Message::StateEnd { .. });
+        hand.messages.iter().filter(ends).count()
+    };
+    let ready = || Message::Ready {
+        verified: false,
+        verify_us: 0,
+    };
+    let last_round = |saved_first: bool| {
+        let mut hand = Hand::asking(config(), 64, false);
+        hand.source.may_send_state_early();
+        hand.round_0_over();
+        hand.on(SourceEvent::Harvested(hand.set(&[])));
+        hand.on(SourceEvent::Paused);
+        assert_eq!(ends(&hand), 0, "no state before the guest's last pages");
+        hand.on(SourceEvent::Harvested(hand.set(&[r(9, 1)])));
+        let saved = || SourceEvent::Saved(MachineState::default());
+        if saved_first {
+            hand.on(saved());
+            assert_eq!(ends(&hand), 0, "pages have to leave first");
+        }
+        hand.send_all();
+        if !saved_first {
+            assert_eq!(ends(&hand), 0, "it is not saved yet");
+            hand.on(saved());
+        }
+        assert_eq!(ends(&hand), 1);
+        assert_eq!(hand.steps(), [Step::Pause, Step::Harvest, Step::Save]);
+        hand
+    };
+    for saved_first in [true, false] {
+        let mut hand = last_round(saved_first);
+        hand.hears(Message::RoundReceived { round: 1 }).hears(ready());
+        assert_eq!(ends(&hand), 1);
+        assert!(matches!(hand.messages.last(), Some(Message::Commit(_))));
+    }
+    // Pages that are not there yet can still be lost.
+    let mut hand = last_round(true);
+    hand.hears(ready());
+    hand.undo();
+    assert!(hand.error().contains("instead of RoundReceived"), "{}", hand.error());
+    let mut hand = last_round(true);
+    hand.on(SourceEvent::Failed {
+        step: Step::Send,
+        error: "reset".to_owned(),
+    });
+    assert_eq!(hand.undo(), [Step::GiveBack, Step::StopTracking, Step::Resume]);
+}

@@ -231,6 +231,8 @@ impl Sending {
         let event = match incoming {
             Incoming::Message(Message::Offer(offer)) if !self.accepted => {
                 self.totals.offer(offer.codecs);
+                // Whoever makes offers speaks version 2.
+                self.engine.may_send_state_early();
                 return;
             }
             Incoming::Message(Message::Accept(accept)) => match self.totals.check(self.compress) {

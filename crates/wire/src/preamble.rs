@@ -30,7 +30,8 @@ pub const REPLY_BYTES: usize = 18;
 /// The versions of the protocol that this crate speaks.
 pub const VERSIONS: VersionRange = VersionRange { min: 1, max: 2 };
 
-/// The first version with an `Offer` and packed batches; all else is the same in 1 and 2.
+/// The first version with an `Offer` and packed batches, and in which the state may come before `RoundReceived`; all else is
+/// the same in 1 and 2.
 pub const PACKING_SINCE: u16 = 2;
 
 /// The versions that a side speaks, both ends included.

@@ -35,11 +35,17 @@ impl Destination {
         self.terms.as_ref().is_some_and(|terms| terms.verify)
     }
 
-    /// Digests RAM while the source digests its own, cut as it is bound to cut it.
+    /// All pages are here. Digests RAM, cut as the source cuts it, or is bound to; or it is the restore's turn.
     pub(super) fn begin_digest(&mut self) {
-        if let Some(rounds) = self.rounds.as_ref().filter(|_| self.verifies()) {
-            let chunk_pages = chunk_pages(rounds.layout());
-            self.digest(chunk_pages);
+        // A state that came while pages did has not waited for digests yet.
+        self.handover.state_end = self.handover.state_end.and(Some(self.now));
+        let told = self.handover.theirs.as_ref().map(|theirs| theirs.chunk_pages);
+        match self.rounds.as_ref().filter(|_| self.verifies()) {
+            Some(rounds) => {
+                let chunk_pages = told.unwrap_or_else(|| chunk_pages(rounds.layout()));
+                self.digest(chunk_pages);
+            }
+            None => self.restore_if_complete(),
         }
     }
 
@@ -76,7 +82,7 @@ impl Destination {
             return self.invalid(what);
         }
         // A source that cuts RAM in another way than ours does: once more, its way.
-        if theirs.chunk_pages != self.handover.ours_chunk_pages {
+        if self.state == State::Collecting && theirs.chunk_pages != self.handover.ours_chunk_pages {
             self.digest(theirs.chunk_pages);
         }
         self.handover.theirs = Some(theirs);
@@ -148,11 +154,13 @@ impl Destination {
         }
     }
 
-    /// The guest is this side's from here on. The source's silence means nothing any more.
+    /// The guest is this side's from here on.
     pub(super) fn commit(&mut self, commit: Commit) {
         self.moments.commit = Some(self.now);
         self.handover.commit = Some(commit);
         self.timers.clear_all();
+        // The source's silence means nothing any more, but ours still does: resuming may take long.
+        self.ping_later();
         self.state = State::Resuming;
         let runs = self.terms.as_ref().is_some_and(|terms| terms.running) && !self.config.stay_paused;
         if runs {

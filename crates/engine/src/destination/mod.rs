@@ -269,13 +269,21 @@ impl Destination {
             (_, Message::Ping) => {}
             (State::Receiving, Message::Skip(skip)) => self.skip(&skip),
             (State::Receiving, Message::RoundEnd { round, last }) => self.round_end(round, last),
-            (State::Collecting, Message::Section(section)) => self.section(section),
-            (State::Collecting, Message::Digests(digests)) => self.digests(digests),
-            (State::Collecting, Message::StateEnd { sections }) => self.state_end(sections),
+            (_, Message::Section(section)) if self.takes_state() => self.section(section),
+            (_, Message::Digests(digests)) if self.takes_state() => self.digests(digests),
+            (_, Message::StateEnd { sections }) if self.takes_state() => self.state_end(sections),
             (State::Ready, Message::Commit(commit)) => self.commit(commit),
-            (State::Receiving, message) => self.unexpected(&message, "before the last round was received"),
+            (State::Receiving, message) => self.unexpected(&message, "before the last round was sent"),
             (State::Ready, message) => self.unexpected(&message, "instead of Commit"),
             (_, message) => self.unexpected(&message, "unasked"),
+        }
+    }
+
+    /// Whether the machine's state may come: while the last pages are under way, or once all are here.
+    fn takes_state(&self) -> bool {
+        match self.state {
+            State::Receiving => self.rounds.as_ref().is_some_and(Rounds::is_last),
+            state => state == State::Collecting,
         }
     }
 

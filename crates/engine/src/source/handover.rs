@@ -72,7 +72,19 @@ impl Source {
                 return self.fail(Error::Step { step, error });
             }
         }
-        if self.state == State::Completing {
+        if self.state == State::Completing || self.all_sent_early() {
+            self.complete();
+        }
+    }
+
+    /// Whether all pages have left, for a receiver that need not say that they are there before it takes the state.
+    fn all_sent_early(&self) -> bool {
+        self.early_state && self.state == State::Barrier && self.rounds.is_last()
+    }
+
+    /// All pages have left.
+    pub(super) fn all_sent(&mut self) {
+        if self.all_sent_early() {
             self.complete();
         }
     }
@@ -86,10 +98,9 @@ impl Source {
 
     /// The receiver has all pages.
     pub(super) fn all_received(&mut self) {
-        let pages = self.fates.report();
-        debug_assert!(pages.adds_up(), "fates do not add up: {pages:?}");
-        if !pages.adds_up() {
-            return self.fail(Error::Internal(format!("the pages' fates do not add up: {pages:?}")));
+        if self.moments.state_sent.is_some() {
+            self.state = State::AwaitingReady;
+            return;
         }
         self.state = State::Completing;
         self.complete();
@@ -97,6 +108,11 @@ impl Source {
 
     /// Sends the state, once all of it is there. Digests come last: the receiver makes its own at the same time.
     fn complete(&mut self) {
+        let pages = self.fates.report();
+        debug_assert!(pages.adds_up(), "fates do not add up: {pages:?}");
+        if !pages.adds_up() {
+            return self.fail(Error::Internal(format!("the pages' fates do not add up: {pages:?}")));
+        }
         if self.switchover.state.is_none() {
             return;
         }
@@ -125,7 +141,9 @@ impl Source {
         }
         self.transmit(Message::StateEnd { sections });
         self.moments.state_sent = Some(self.now);
-        self.state = State::AwaitingReady;
+        if self.state == State::Completing {
+            self.state = State::AwaitingReady;
+        }
     }
 
     /// The receiver could run the guest. With `Commit` it may. Its wait for its digest is the verification's and no

@@ -102,6 +102,10 @@ impl Rounds {
         self.number
     }
 
+    pub(super) fn is_last(&self) -> bool {
+        self.last
+    }
+
     pub(super) fn left(&self) -> u64 {
         self.left
     }
@@ -384,6 +388,7 @@ impl Source {
             last: self.rounds.last,
         });
         self.state = State::Barrier;
+        self.all_sent();
         if self.planted.has(Fault::SkipBarrier) && !self.rounds.last {
             self.round_received();
         }

@@ -106,13 +106,16 @@ impl Pair {
         let total = layout.total_pages() as usize;
         let blank = if setup.destination.memory_is_zero { 0 } else { GARBAGE };
         let now = Time::ZERO;
-        let source = Source::new(
+        let mut source = Source::new(
             setup.source.clone(),
             setup.machine(),
             layout.clone(),
             setup.guest.running,
             now,
         );
+        if setup.early_state {
+            source.may_send_state_early();
+        }
         let mut pair = Pair {
             rng,
             now,

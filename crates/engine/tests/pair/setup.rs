@@ -20,6 +20,8 @@ pub struct Setup {
     pub refusals: Vec<String>,
     /// Whether the executor holds a stream's failure back until it has heard what the peer said last.
     pub holds: bool,
+    /// Whether the destination takes the state early.
+    pub early_state: bool,
     /// How long digesting takes at the source, at the destination.
     pub source_digest: Duration,
     pub destination_digest: Duration,
@@ -63,6 +65,7 @@ impl Setup {
             writes_weight: 1,
             refusals: Vec::new(),
             holds: true,
+            early_state: true,
             source_digest: Duration::ZERO,
             destination_digest: Duration::ZERO,
             more_state: Vec::new(),
@@ -90,6 +93,7 @@ impl Setup {
         setup.guest.finishes = !rng.one_in(5);
         setup.guest.can_ask = !rng.one_in(8);
         setup.holds = rng.one_in(2);
+        setup.early_state = !rng.one_in(4);
         setup.guest.holds_back = rng.one_in(2);
         setup.guest.torn = rng.one_in(3);
         setup.guest.stats = !rng.one_in(3);
