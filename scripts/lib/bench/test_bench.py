@@ -6,8 +6,10 @@ import io
 import json
 import os
 import socket
+import subprocess
 import sys
 import tempfile
+import time
 import unittest
 import xml.dom.minidom
 from pathlib import Path
@@ -21,6 +23,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1] / "capture")]
 # pylint: disable=wrong-import-position
 import cells
 import goals
+import host_memory
 import main as command
 import measure
 import ours
@@ -356,6 +359,43 @@ class Scale(unittest.TestCase):
         found = scale.rows(self.series[:1], self.results)
         self.assertEqual([row.skipped for row in found[self.series[0]]], ["too little memory"] * 4)
         self.assertEqual(scale.panels(found, scale.FULL), [])
+
+
+class HostMemoryTest(unittest.TestCase):
+    """What is touched and given back before a contender."""
+
+    def test_touched_memory_is_held_and_given_back_as_it_is_used(self):
+        command = [sys.executable, host_memory.__file__, str(256 * MIB), str(128 * MIB)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+            try:
+                self.assertEqual(holder.stdout.readline(), b"touched\n")
+                held = measure.own_bytes(holder.pid)
+                self.assertGreater(held, 256 * MIB)
+                holder.stdin.write(b"\n")
+                holder.stdin.flush()
+                deadline = time.monotonic() + 30
+                while (measure.own_bytes(holder.pid) or 0) > held - 64 * MIB:
+                    self.assertLess(time.monotonic(), deadline, "nothing was given back")
+                    time.sleep(0.01)
+            finally:
+                holder.kill()
+
+    def test_who_touches_all_of_a_guest_is_known(self):
+        sizes = SimpleNamespace(memory_bytes=8 * GIB, churn_bytes=512 * MIB)
+        by_name = {cell.name: cell for cell in cells.usual()}
+        rows = {
+            ("fresh-init0-anon-cold", "qemu"): 0,
+            ("fresh-init0-anon-cold", "ours-skip-none"): 8 * GIB,
+            ("fresh-init1-anon-cold", "qemu-hints"): 8 * GIB,
+            ("fresh-init1-memfd-cold", "qemu"): 8 * GIB,
+            ("fresh-init1-memfd-cold", "ours"): 0,
+            ("aged-init0-anon-cold", "qemu-hints"): 0,
+            ("aged-init0-anon-cold", "qemu-4ch"): 8 * GIB,
+            ("aged-init0-anon-cold", "ours-zero-skipped"): 8 * GIB,
+            ("busy-init0-anon-cold", "ours"): 3 * 512 * MIB,
+        }
+        for (cell, contender), expected in rows.items():
+            self.assertEqual(cells.touched_bytes(by_name[cell], contender, sizes), expected, (cell, contender))
 
 
 if __name__ == "__main__":
