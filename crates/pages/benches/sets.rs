@@ -58,6 +58,16 @@ fn large_sets(c: &mut Criterion) {
             (rest.count(), rest.runs().count())
         });
     });
+    group.bench_function("clone, subtract, union, count, runs", |b| {
+        b.iter(|| {
+            let mut all = black_box(&full).clone();
+            let taken = all.subtract(black_box(&used));
+            let put = all.union_with(black_box(&used));
+            (taken, put, all.count(), all.runs().count())
+        });
+    });
+    group.bench_function("clone", |b| b.iter(|| black_box(&used).clone()));
+    group.bench_function("runs", |b| b.iter(|| black_box(&used).runs().count()));
     group.finish();
 }
 

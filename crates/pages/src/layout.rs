@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 pub const MAX_REGIONS: usize = 512;
 
 /// The most pages a layout may have: 16 TiB, as far as the balloon's 32-bit frame numbers reach. Bounds what a peer can
-/// make us allocate for page sets: 16 MiB for one that is empty.
+/// make us allocate for page sets: 264 KiB for one that is empty (16 bytes a group).
 pub const MAX_PAGES: u64 = 1 << 32;
 
 /// One stretch of RAM: `pages` pages from guest frame `start` on.

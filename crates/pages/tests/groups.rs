@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 use pages::{Layout, PageRange, PageSet, Pfn};
 use proptest::prelude::*;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 const GROUP: u64 = 1 << 18;
@@ -109,5 +110,56 @@ proptest! {
         // The same pages are the same set, whichever way they were come by.
         difference.union_with(&both);
         prop_assert!(difference == a);
+    }
+}
+
+/// Frame numbers of a region of 70 groups and a part of one, and of a second that follows after a hole.
+const FAR: [(u64, u64); 2] = [(5, 70 * GROUP + 4097), (71 * GROUP, GROUP + 1)];
+
+/// Short ranges at the borders of any group of [`FAR`], where most of its groups have none.
+fn far_ranges() -> impl Strategy<Value = Vec<PageRange>> {
+    let range = (0u64..73, 0u64..20, 1u64..20)
+        .prop_map(|(i, off, count)| PageRange::new(Pfn((i * GROUP + off).saturating_sub(5)), count).unwrap());
+    prop::collection::vec(range, 0..12)
+}
+
+fn far(ranges: &[PageRange]) -> (PageSet, BTreeSet<u64>) {
+    let regions = FAR.map(|(start, count)| PageRange::new(Pfn(start), count).unwrap());
+    let layout = Arc::new(Layout::new(regions.to_vec()).unwrap());
+    let mut set = PageSet::empty(&layout);
+    set.extend(ranges.iter().copied());
+    let pages = ranges.iter().flat_map(|r| r.start().0..r.end().0);
+    (set, pages.filter(|p| layout.contains(Pfn(*p))).collect())
+}
+
+fn pages_of(set: &PageSet) -> BTreeSet<u64> {
+    set.runs().flat_map(|run| run.start().0..run.end().0).collect()
+}
+
+proptest! {
+    #[test]
+    fn many_groups_against_a_set_of_numbers(a in far_ranges(), b in far_ranges()) {
+        let ((a, oa), (b, ob)) = (far(&a), far(&b));
+        prop_assert_eq!(pages_of(&a), oa.clone());
+        let (mut union, mut difference) = (a.clone(), a.clone());
+        prop_assert_eq!(union.union_with(&b), ob.difference(&oa).count() as u64);
+        prop_assert_eq!(pages_of(&union), oa.union(&ob).copied().collect());
+        prop_assert_eq!(difference.subtract(&b), oa.intersection(&ob).count() as u64);
+        prop_assert_eq!(pages_of(&difference), oa.difference(&ob).copied().collect());
+        // All but these, and all but those of what is left.
+        let mut rest = PageSet::full(a.layout());
+        prop_assert_eq!(rest.subtract(&a), oa.len() as u64);
+        prop_assert_eq!(rest.count(), a.layout().total_pages() - oa.len() as u64);
+        prop_assert_eq!(rest.intersection_count(&b), ob.difference(&oa).count() as u64);
+        rest.union_with(&a);
+        prop_assert!(rest == PageSet::full(a.layout()));
+        // Taken run by run, to the end.
+        let (mut set, mut taken, mut from) = (a, BTreeSet::new(), Pfn(0));
+        while let Some(run) = set.take_run(from, 7) {
+            taken.extend(run.start().0..run.end().0);
+            from = run.end();
+        }
+        prop_assert_eq!(taken, oa);
+        prop_assert!(set.is_empty());
     }
 }
