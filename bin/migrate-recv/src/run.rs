@@ -107,6 +107,7 @@ fn options(flags: &RecvFlags) -> ReceiveOptions {
     ReceiveOptions {
         destination: DestinationConfig {
             peer_timeout: flags.peer_timeout,
+            resume_window: flags.resume_window,
             stay_paused: flags.after != After::Run,
             memory_is_zero: true,
             ..DestinationConfig::default()

@@ -79,6 +79,9 @@ pub struct RecvFlags {
     /// Silence after which the source is dead
     #[arg(long, value_parser = parse_duration, default_value = "10s", value_name = "TIME")]
     pub peer_timeout: Duration,
+    /// The longest to wait for a source that lost its connection and may come back; 0: not at all
+    #[arg(long, value_parser = parse_duration, default_value = "30s", value_name = "TIME")]
+    pub resume_window: Duration,
     /// For tests of the checks: flip a byte of a page that came
     #[arg(long, hide = true, value_name = "WHEN")]
     pub corrupt_page: Option<Corrupt>,

@@ -142,6 +142,9 @@ pub struct SendFlags {
     /// Silence after which the receiver is dead
     #[arg(long, value_parser = parse_duration, default_value = "10s", value_name = "TIME")]
     pub peer_timeout: Duration,
+    /// How long to try to reach the receiver again after the connection was lost, and go on from what it has; 0: not at all
+    #[arg(long, value_parser = parse_duration, default_value = "30s", value_name = "TIME")]
+    pub resume_window: Duration,
     /// Digest RAM on both sides while the guest is paused, and compare
     #[arg(long)]
     pub verify: bool,
@@ -270,6 +273,7 @@ impl SendFlags {
                 OnTimeoutChoice::Stop => OnTimeout::Stop,
             },
             peer_timeout: self.peer_timeout,
+            resume_window: self.resume_window,
             verify: self.verify,
             dry_run: self.dry_run,
             ..SourceConfig::default()
@@ -399,6 +403,7 @@ mod tests {
             (source.timeout, source.peer_timeout),
             (Duration::ZERO, Duration::from_secs(10))
         );
+        assert_eq!(source.resume_window, Duration::from_secs(30));
         assert!(!source.verify && !source.dry_run);
         assert!((1..=2).contains(&source.streams));
     }

@@ -138,6 +138,10 @@ pub enum SourceAction {
     StopTracking,
     /// Let the guest go on. -> `Resumed`
     Resume,
+    /// The connections are lost: close what is left of them, drop what came and was not told yet, and open new ones, with
+    /// a session number of their own and `Resume` as the first message, trying again until that works. -> `Reconnected`,
+    /// or `Unreachable`; then `PeerGone` and the like, if those fail in turn
+    Reconnect,
     /// Close all connections once what was transmitted has left, and report. The last action.
     Finished(Box<Outcome>),
 }
@@ -146,7 +150,7 @@ impl SourceAction {
     /// What it is called when it fails.
     pub fn step(&self) -> Step {
         match self {
-            SourceAction::Transmit(_) | SourceAction::Finished(_) => Step::Control,
+            SourceAction::Transmit(_) | SourceAction::Reconnect | SourceAction::Finished(_) => Step::Control,
             SourceAction::StartTracking => Step::StartTracking,
             SourceAction::Scan => Step::Scan,
             SourceAction::BeginHints { .. } => Step::BeginHints,
@@ -273,8 +277,20 @@ pub enum SourceEvent {
         /// Which stream.
         stream: u16,
     },
+    /// A data stream broke.
+    StreamGone {
+        /// How it looked: a clause.
+        error: String,
+    },
     /// The peer closed the control connection, or it broke.
     PeerGone {
+        /// How it looked: a clause.
+        error: String,
+    },
+    /// See [`SourceAction::Reconnect`]: the receiver was reached again. What it has, it says in messages.
+    Reconnected,
+    /// See [`SourceAction::Reconnect`]: nobody is there any more to reach, and trying again is of no use.
+    Unreachable {
         /// How it looked: a clause.
         error: String,
     },
@@ -400,11 +416,19 @@ pub enum DestinationEvent {
         /// Why: a clause without a full stop.
         error: String,
     },
+    /// A data stream broke.
+    StreamGone {
+        /// How it looked: a clause.
+        error: String,
+    },
     /// The peer closed the control connection, or it broke.
     PeerGone {
         /// How it looked: a clause.
         error: String,
     },
+    /// The source has come back over new connections, see [`Message::Resume`]; nothing of the old ones is under way any
+    /// more, and all that they brought has been told.
+    Relinked,
     /// Somebody cancels.
     Cancel,
 }

@@ -53,6 +53,9 @@ impl SkipSet {
 /// How long a peer that is alive may leave an answer owing.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
+/// How long a migration whose connections were lost can be taken up again.
+const RESUME_WINDOW: Duration = Duration::from_secs(30);
+
 /// A source's settings.
 #[derive(Clone, Debug)]
 pub struct SourceConfig {
@@ -72,6 +75,8 @@ pub struct SourceConfig {
     pub on_timeout: OnTimeout,
     /// A peer that was silent for so long is dead.
     pub peer_timeout: Duration,
+    /// How long to try to reach a receiver again whose connections were lost; zero: not at all.
+    pub resume_window: Duration,
     /// How long a receiver that is alive may leave an answer owing (to the end of a round, the machine's state, `Commit`)
     /// while this side has nothing else to do: the guest may be paused meanwhile. With `verify` a second a GiB of RAM is
     /// added.
@@ -93,6 +98,7 @@ impl Default for SourceConfig {
             timeout: Duration::ZERO,
             on_timeout: OnTimeout::Cancel,
             peer_timeout: Duration::from_secs(10),
+            resume_window: RESUME_WINDOW,
             answer_timeout: ANSWER_TIMEOUT,
             verify: false,
             dry_run: false,
@@ -105,6 +111,8 @@ impl Default for SourceConfig {
 pub struct DestinationConfig {
     /// A peer that was silent for so long is dead.
     pub peer_timeout: Duration,
+    /// The longest that a source whose connections were lost is waited for, however long it would try; zero: not at all.
+    pub resume_window: Duration,
     /// How long a source that is alive may leave `Ready` without `Commit`.
     pub answer_timeout: Duration,
     /// Leave the guest paused once it is here.
@@ -117,6 +125,7 @@ impl Default for DestinationConfig {
     fn default() -> Self {
         DestinationConfig {
             peer_timeout: Duration::from_secs(10),
+            resume_window: RESUME_WINDOW,
             answer_timeout: ANSWER_TIMEOUT,
             stay_paused: false,
             memory_is_zero: true,

@@ -172,6 +172,10 @@ pub(crate) fn name_of(message: &Message) -> &'static str {
         Message::Abort { .. } => "Abort",
         Message::Ping => "Ping",
         Message::Offer(_) => "Offer",
+        Message::Terms(_) => "Terms",
+        Message::Resume(_) => "Resume",
+        Message::Have(_) => "Have",
+        Message::Resumed { .. } => "Resumed",
     }
 }
 

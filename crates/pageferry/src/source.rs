@@ -268,7 +268,7 @@ impl Sending {
 
     fn event(&mut self, event: Option<SourceEvent>) {
         match event {
-            Some(event @ SourceEvent::Failed { step: Step::Send, .. }) => {
+            Some(event @ (SourceEvent::Failed { step: Step::Send, .. } | SourceEvent::StreamGone { .. })) => {
                 tracing::debug!(?event, "a data stream failed");
                 self.held.hold(event);
             }

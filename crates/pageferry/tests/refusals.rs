@@ -102,7 +102,7 @@ async fn case_12_strangers_do_not_take_the_receiver_down() {
 
         let mut newer = dial(&there);
         let mut hello = preamble(ConnectionRole::Control);
-        hello.versions = VersionRange { min: 3, max: 9 };
+        hello.versions = VersionRange { min: 4, max: 9 };
         newer.write_all(&hello.encode()).unwrap();
         newer.read_to_end(&mut rest).unwrap();
         let reply = PreambleReply::decode(rest.as_slice().try_into().unwrap()).unwrap();
@@ -141,7 +141,7 @@ async fn case_12_a_receiver_of_another_version_and_one_that_is_none() {
         (
             b"",
             Ending::Refused,
-            "the receiver speaks protocol versions 3 to 9, we speak 1 to 2",
+            "the receiver speaks protocol versions 4 to 9, we speak 1 to 3",
         ),
     ];
     for (answer, ending, text) in answers {
@@ -150,7 +150,7 @@ async fn case_12_a_receiver_of_another_version_and_one_that_is_none() {
         std::thread::spawn(move || {
             let reply = PreambleReply {
                 version: 0,
-                ours: VersionRange { min: 3, max: 9 },
+                ours: VersionRange { min: 4, max: 9 },
             };
             for stream in listener.incoming() {
                 let mut stream = stream.unwrap();

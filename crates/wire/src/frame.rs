@@ -67,11 +67,19 @@ pub enum Kind {
     Ping = 15,
     /// [`Message::Offer`]
     Offer = 16,
+    /// [`Message::Terms`]
+    Terms = 17,
+    /// [`Message::Resume`]
+    Resume = 18,
+    /// [`Message::Have`]
+    Have = 19,
+    /// [`Message::Resumed`]
+    Resumed = 20,
 }
 
 impl Kind {
     /// All of them, by number.
-    pub const ALL: [Kind; 16] = [
+    pub const ALL: [Kind; 20] = [
         Kind::Hello,
         Kind::Accept,
         Kind::Refuse,
@@ -88,6 +96,10 @@ impl Kind {
         Kind::Abort,
         Kind::Ping,
         Kind::Offer,
+        Kind::Terms,
+        Kind::Resume,
+        Kind::Have,
+        Kind::Resumed,
     ];
 
     /// The kind of a message.
@@ -109,6 +121,10 @@ impl Kind {
             Message::Abort { .. } => Kind::Abort,
             Message::Ping => Kind::Ping,
             Message::Offer(_) => Kind::Offer,
+            Message::Terms(_) => Kind::Terms,
+            Message::Resume(_) => Kind::Resume,
+            Message::Have(_) => Kind::Have,
+            Message::Resumed { .. } => Kind::Resumed,
         }
     }
 
@@ -122,6 +138,15 @@ impl Kind {
     /// Its number on the wire.
     pub fn number(self) -> u16 {
         self as u16
+    }
+
+    /// The first version of the protocol that has it.
+    pub fn since(self) -> u16 {
+        match self {
+            Kind::Offer => crate::PACKING_SINCE,
+            Kind::Terms | Kind::Resume | Kind::Have | Kind::Resumed => crate::RESUMING_SINCE,
+            _ => crate::VERSIONS.min,
+        }
     }
 
     /// The message's name.
@@ -143,6 +168,10 @@ impl Kind {
             Kind::Abort => "Abort",
             Kind::Ping => "Ping",
             Kind::Offer => "Offer",
+            Kind::Terms => "Terms",
+            Kind::Resume => "Resume",
+            Kind::Have => "Have",
+            Kind::Resumed => "Resumed",
         }
     }
 
@@ -150,7 +179,7 @@ impl Kind {
     pub fn max_payload_bytes(self) -> usize {
         match self {
             Kind::Hello | Kind::Refuse => 512 << 10,
-            Kind::Skip | Kind::Section | Kind::Digests => MAX_PAYLOAD_BYTES,
+            Kind::Skip | Kind::Section | Kind::Digests | Kind::Have => MAX_PAYLOAD_BYTES,
             Kind::NotRunning | Kind::Abort => 8 << 10,
             Kind::Accept
             | Kind::RoundEnd
@@ -160,7 +189,10 @@ impl Kind {
             | Kind::Commit
             | Kind::Running
             | Kind::Ping
-            | Kind::Offer => 64,
+            | Kind::Offer
+            | Kind::Terms
+            | Kind::Resume
+            | Kind::Resumed => 64,
         }
     }
 }

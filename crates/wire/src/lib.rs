@@ -35,10 +35,10 @@ pub use limits::{
     MAX_STREAMS, validate,
 };
 pub use message::{
-    AbortCause, Accept, Commit, Digests, Hello, MAX_REASON_BYTES, MAX_SKIP_RANGES, Message, NotRunning, Offer, Running,
-    Skip, SkipReason,
+    AbortCause, Accept, Arrived, Commit, Digests, Have, Hello, MAX_REASON_BYTES, MAX_SKIP_RANGES, Message, NotRunning,
+    Offer, Resume, Running, Skip, SkipReason, Terms,
 };
 pub use preamble::{
-    ConnectionRole, MAGIC, PACKING_SINCE, PREAMBLE_BYTES, Preamble, PreambleReply, REPLY_BYTES, SessionId, VERSIONS,
-    VersionRange, check_magic, negotiate,
+    CHECKSUM_SINCE, ConnectionRole, MAGIC, PACKING_SINCE, PREAMBLE_BYTES, Preamble, PreambleReply, REPLY_BYTES,
+    RESUMING_SINCE, SessionId, VERSIONS, VersionRange, check_magic, negotiate,
 };

@@ -5,9 +5,10 @@
 
 use crate::batch::Codec;
 use crate::frame::Kind;
-use crate::message::{Digests, Hello, MAX_REASON_BYTES, MAX_SKIP_RANGES, Message, Skip};
+use crate::message::{Digests, Hello, MAX_REASON_BYTES, MAX_SKIP_RANGES, Message};
 use crate::{Error, Result};
 use machine::Section;
+use pages::PageRange;
 
 /// The most data streams of a migration.
 pub const MAX_STREAMS: u16 = 64;
@@ -43,7 +44,8 @@ pub fn validate(message: &Message) -> Result<()> {
             limit("reasons of a refusal", reasons.len(), MAX_REASONS)?;
             reasons.iter().try_for_each(|r| check_reason(Kind::Refuse, r))
         }
-        Message::Skip(skip) => check_skip(skip),
+        Message::Skip(skip) => check_ranges(Kind::Skip, &skip.ranges),
+        Message::Have(have) => check_ranges(Kind::Have, &have.ranges),
         Message::Section(section) => check_section(section),
         Message::StateEnd { sections } => limit(
             "sections of a machine's state",
@@ -63,7 +65,10 @@ pub fn validate(message: &Message) -> Result<()> {
         | Message::Ready { .. }
         | Message::Commit(_)
         | Message::Running(_)
-        | Message::Ping => Ok(()),
+        | Message::Ping
+        | Message::Terms(_)
+        | Message::Resume(_)
+        | Message::Resumed { .. } => Ok(()),
     }
 }
 
@@ -124,13 +129,13 @@ fn check_hello(hello: &Hello) -> Result<()> {
     Ok(())
 }
 
-fn check_skip(skip: &Skip) -> Result<()> {
-    limit("ranges of a Skip message", skip.ranges.len(), MAX_SKIP_RANGES)?;
-    if skip.ranges.is_empty() {
-        return Err(invalid(Kind::Skip, "no ranges".to_owned()));
+fn check_ranges(kind: Kind, ranges: &[PageRange]) -> Result<()> {
+    limit("ranges of one message", ranges.len(), MAX_SKIP_RANGES)?;
+    if ranges.is_empty() {
+        return Err(invalid(kind, "no ranges".to_owned()));
     }
-    match skip.ranges.iter().find(|r| r.is_empty()) {
-        Some(range) => Err(invalid(Kind::Skip, format!("empty range {range}"))),
+    match ranges.iter().find(|r| r.is_empty()) {
+        Some(range) => Err(invalid(kind, format!("empty range {range}"))),
         None => Ok(()),
     }
 }
@@ -194,8 +199,8 @@ fn invalid(kind: Kind, reason: String) -> Error {
 mod tests {
     use super::*;
     use crate::frame::{Decoder, encode};
-    use crate::{AbortCause, NotRunning, SkipReason};
-    use pages::{Layout, MAX_PAGES, PageRange, Pfn};
+    use crate::{AbortCause, NotRunning, Skip, SkipReason};
+    use pages::{Layout, MAX_PAGES, Pfn};
 
     fn through(message: &Message) -> Message {
         let frame = encode(message).unwrap();

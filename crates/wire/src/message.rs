@@ -69,8 +69,21 @@ pub enum Message {
     },
     /// Either side, when it has been silent for a while: it is alive.
     Ping,
-    /// Destination, ahead of `Accept`, where version 2 was agreed on: what it can do beyond what it must.
+    /// Destination, ahead of `Accept`, from version 2 on: what it can do beyond what it must.
     Offer(Offer),
+    /// Source, right after `Accept`, from version 3 on: what is agreed on beyond `Hello`.
+    Terms(Terms),
+    /// Source, in place of `Hello` on a new control connection, from version 3 on: takes up a migration whose
+    /// connections were lost. The new connections have a session number of their own.
+    Resume(Resume),
+    /// Destination, in answer to `Resume`, any number of times: pages of the open round that are in its memory for certain.
+    Have(Have),
+    /// Destination, behind the last `Have`: it goes on.
+    Resumed {
+        /// The open round: all before it are complete. Of this one everything but the pages that `Have` named comes
+        /// again, `Skip`, markers and `RoundEnd` included.
+        round: u32,
+    },
 }
 
 /// See [`Message::Hello`].
@@ -100,6 +113,41 @@ pub struct Accept {
 pub struct Offer {
     /// The codecs whose batches it takes: [`crate::batch::Codec::bit`] of each. No other bit is set.
     pub codecs: u32,
+}
+
+/// See [`Message::Terms`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Terms {
+    /// Milliseconds for which the source will try to take the migration up again after its connections were lost; 0: not
+    /// at all.
+    pub resume_window_ms: u64,
+}
+
+/// See [`Message::Resume`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Resume {
+    /// The session number that the migration began with.
+    pub session: [u8; 16],
+}
+
+/// What a page became at the destination.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Arrived {
+    /// Its content came.
+    Data,
+    /// It came as zero.
+    Zero,
+    /// It was filled.
+    Filled,
+}
+
+/// See [`Message::Have`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Have {
+    /// What these pages became.
+    pub arrived: Arrived,
+    /// Which, each within one region, at most [`MAX_SKIP_RANGES`]; a page is in one `Have` at most.
+    pub ranges: Vec<PageRange>,
 }
 
 /// Why a page was not sent.

@@ -28,11 +28,17 @@ pub const PREAMBLE_BYTES: usize = 36;
 pub const REPLY_BYTES: usize = 18;
 
 /// The versions of the protocol that this crate speaks.
-pub const VERSIONS: VersionRange = VersionRange { min: 1, max: 2 };
+pub const VERSIONS: VersionRange = VersionRange { min: 1, max: 3 };
 
-/// The first version with an `Offer` and packed batches, and in which the state may come before `RoundReceived`; all else is
-/// the same in 1 and 2.
+/// The first version with an `Offer` and packed batches, and in which the state may come before `RoundReceived`.
 pub const PACKING_SINCE: u16 = 2;
+
+/// The first version in which a migration is taken up again after its connections were lost (`Terms`, `Resume`, `Have`,
+/// `Resumed`).
+pub const RESUMING_SINCE: u16 = 3;
+
+/// The first version in which a batch may have a checksum over its payload.
+pub const CHECKSUM_SINCE: u16 = 3;
 
 /// The versions that a side speaks, both ends included.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -295,7 +301,7 @@ mod tests {
 
     #[test]
     fn case_12_a_newer_version_is_refused_by_name() {
-        let reply = PreambleReply::answer(VERSIONS, v(3, 5));
+        let reply = PreambleReply::answer(VERSIONS, v(4, 5));
         assert_eq!(
             reply,
             PreambleReply {
@@ -303,10 +309,10 @@ mod tests {
                 ours: VERSIONS
             }
         );
-        let error = reply.agreed(v(3, 5)).unwrap_err();
+        let error = reply.agreed(v(4, 5)).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "no protocol version in common: this side speaks 3 to 5, the peer 1 to 2; upgrade the older one"
+            "no protocol version in common: this side speaks 4 to 5, the peer 1 to 3; upgrade the older one"
         );
         // It is no fault of the preamble.
         assert_eq!(Preamble::decode(&with(10, 9)).unwrap().versions, v(1, 9));

@@ -12,7 +12,7 @@ use wire::{ConnectionRole, Preamble, PreambleReply, VersionRange};
 
 /// A frame of each kind, as [`messages`] has them.
 #[rustfmt::skip]
-const FRAMES: [(&str, &str); 16] = [
+const FRAMES: [(&str, &str); 20] = [
     (
         "Hello",
         concat!(
@@ -82,6 +82,22 @@ const FRAMES: [(&str, &str); 16] = [
     (
         "Offer",
         "0200000010000000e7b8b8440f03",
+    ),
+    (
+        "Terms",
+        "040000001100000013fd75c110fb3075",
+    ),
+    (
+        "Resume",
+        "1100000012000000cb3af5a21130313233343536373839616263646566",
+    ),
+    (
+        "Have",
+        "050000001300000030033e5c1201011004",
+    ),
+    (
+        "Resumed",
+        "02000000140000006a4b8cdd1307",
     ),
 ];
 

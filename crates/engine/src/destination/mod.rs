@@ -158,6 +158,7 @@ impl Destination {
                 self.marker(stream, round);
             }
             DestinationEvent::Failed { step, error } => self.failed(step, &error),
+            DestinationEvent::StreamGone { error } => self.failed(Step::Receive, &error),
             DestinationEvent::PeerGone { error } => self.fail(Error::Gone {
                 peer: PEER,
                 error: plain(&error),

@@ -263,6 +263,7 @@ impl Source {
             }
             SourceEvent::Failed { step, error } => self.failed(step, &error),
             SourceEvent::Stalled { stream } => self.stalled(stream),
+            SourceEvent::StreamGone { error } => self.failed(Step::Send, &error),
             SourceEvent::PeerGone { error } => self.peer_gone(&error),
             SourceEvent::Cancel => self.cancel(),
             event => self.guest_answer(event),
@@ -599,7 +600,10 @@ fn step_answered(event: &SourceEvent) -> Option<Step> {
         | SourceEvent::Sent { .. }
         | SourceEvent::Failed { .. }
         | SourceEvent::Stalled { .. }
+        | SourceEvent::StreamGone { .. }
         | SourceEvent::PeerGone { .. }
+        | SourceEvent::Reconnected
+        | SourceEvent::Unreachable { .. }
         | SourceEvent::Cancel => return None,
     })
 }

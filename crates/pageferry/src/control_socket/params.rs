@@ -71,6 +71,8 @@ pub struct MigrateParams {
     pub connect_timeout_ms: f64,
     /// Silence after which the receiver is dead.
     pub peer_timeout_ms: f64,
+    /// How long to try to reach the receiver again after the connection was lost; 0: not at all.
+    pub resume_window_ms: f64,
     /// Digest RAM on both sides and compare.
     pub verify: bool,
     /// Checks only.
@@ -116,6 +118,7 @@ impl MigrateParams {
             },
             connect_timeout_ms: ms(options.connect_timeout),
             peer_timeout_ms: ms(source.peer_timeout),
+            resume_window_ms: ms(source.resume_window),
             verify: source.verify,
             dry_run: source.dry_run,
         }
@@ -156,6 +159,7 @@ impl MigrateParams {
                     OnTimeoutWord::Stop => OnTimeout::Stop,
                 },
                 peer_timeout: duration("peer_timeout_ms", self.peer_timeout_ms)?,
+                resume_window: duration("resume_window_ms", self.resume_window_ms)?,
                 verify: self.verify,
                 dry_run: self.dry_run,
                 ..SourceConfig::default()
@@ -215,6 +219,7 @@ mod tests {
                 timeout: Duration::from_secs(9),
                 on_timeout: OnTimeout::Stop,
                 peer_timeout: Duration::from_secs(3),
+                resume_window: Duration::from_secs(7),
                 verify: true,
                 dry_run: true,
                 ..SourceConfig::default()

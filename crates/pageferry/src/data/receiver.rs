@@ -4,7 +4,7 @@
 //! end: a batch of a round that is not open (see [`Gate`]) ends the migration, so no peer can write into a guest whose
 //! RAM was digested or that runs.
 
-use super::{Headroom, broken};
+use super::{Broken, Headroom};
 use crate::transport::Closer;
 use codec::Unpacker;
 use engine::{DestinationEvent, ReceivedRun, Step};
@@ -57,7 +57,10 @@ pub(crate) struct Receiver {
     pub(crate) version: u16,
     pub(crate) socket: Socket,
     pub(crate) ram: Arc<dyn GuestRam>,
+    /// Whether nobody has written to the memory yet.
     pub(crate) memory_is_zero: bool,
+    /// The open round: that of the first batch.
+    pub(crate) round: u32,
     pub(crate) headroom: Headroom,
     pub(crate) gate: Arc<Gate>,
     pub(crate) closer: Arc<Closer>,
@@ -67,31 +70,34 @@ pub(crate) struct Receiver {
 impl Receiver {
     /// The thread: reads until the stream ends, or something is wrong with it.
     pub(crate) fn run(self) {
-        let Err((step, error)) = self.serve() else { return };
+        let Err(broken) = self.serve() else { return };
         if self.closer.is_closed() {
             // We closed it ourselves.
             return;
         }
-        let event = DestinationEvent::Failed { step, error };
+        let event = match broken {
+            Broken::Link(error) => DestinationEvent::StreamGone { error },
+            Broken::Stalled => return,
+            Broken::Failed(step, error) => DestinationEvent::Failed { step, error },
+        };
         if self.events.blocking_send(event).is_err() {
             tracing::trace!("a stream failed after the migration was over");
         }
     }
 
-    fn serve(&self) -> Result<(), (Step, String)> {
+    fn serve(&self) -> Result<(), Broken> {
         let stream = self.stream;
-        let lost = |error: String| (Step::Receive, error);
-        let wrong = |e: wire::Error| (Step::Receive, format!("data stream {stream}: {e}"));
-        let mut order = StreamOrder::new(stream);
+        let wrong = |e: wire::Error| failed(format!("data stream {stream}: {e}"));
+        let mut order = StreamOrder::from_round(stream, self.round);
         let (mut table, mut runs, mut data) = (Vec::new(), Vec::new(), Vec::new());
         let mut headroom = self.headroom;
         let mut unpacking = Unpacking::default();
-        while let Some(header) = self.read_header().map_err(lost)? {
+        while let Some(header) = self.read_header()? {
             order.expect(&header).map_err(wrong)?;
             // A source may lose its streams after the last round; it may not use them for more pages.
             self.gate
                 .check(header.round())
-                .map_err(|error| (Step::Control, error))?;
+                .map_err(|error| Broken::Failed(Step::Control, error))?;
             let event = if header.is_marker() {
                 DestinationEvent::Marker {
                     stream,
@@ -99,12 +105,12 @@ impl Receiver {
                 }
             } else {
                 table.resize(header.table_bytes(), 0);
-                self.read_exact(&mut table).map_err(lost)?;
+                self.read_exact(&mut table)?;
                 batch::decode_runs(&header, &table, self.ram.layout(), &mut runs).map_err(wrong)?;
                 headroom
                     .take(written_bytes(&runs), || self.ram.host_available())
-                    .map_err(lost)?;
-                self.take(&header, &runs, &mut data, &mut unpacking).map_err(lost)?;
+                    .map_err(failed)?;
+                self.take(&header, &runs, &mut data, &mut unpacking)?;
                 received(&header, &runs)
             };
             if self.events.blocking_send(event).is_err() {
@@ -115,23 +121,25 @@ impl Receiver {
     }
 
     /// The next header; `None` where the stream has ended and nothing was owed.
-    fn read_header(&self) -> Result<Option<BatchHeader>, String> {
+    fn read_header(&self) -> Result<Option<BatchHeader>, Broken> {
         let mut header = [0; batch::HEADER_BYTES];
         let have = self.read_some(&mut header)?;
         if have == 0 {
             if self.gate.is_shut() {
                 return Ok(None);
             }
-            return Err(format!(
+            return Err(Broken::Link(format!(
                 "the source closed data stream {} in the middle of a round",
                 self.stream
-            ));
+            )));
         }
         if have < header.len() {
             return Err(self.cut_off());
         }
-        let header = batch::decode_header(&header).map_err(|e| format!("data stream {}: {e}", self.stream))?;
-        Ok(Some(header))
+        let header = batch::decode_header(&header);
+        header
+            .map(Some)
+            .map_err(|e| failed(format!("data stream {}: {e}", self.stream)))
     }
 
     /// Carries a batch out.
@@ -141,20 +149,21 @@ impl Receiver {
         runs: &[Run],
         data: &mut Vec<PageRange>,
         unpacking: &mut Unpacking,
-    ) -> Result<(), String> {
+    ) -> Result<(), Broken> {
         data.clear();
         for run in runs {
             match run.kind {
                 RunKind::Data => data.push(run.range),
-                // In round 0 each page comes once, and into memory that nobody has written.
+                // In round 0 each page comes once, and into memory that nobody has written. (A connection that was lost
+                // may have left a part of a batch: then `memory_is_zero` is off.)
                 RunKind::Zero if self.memory_is_zero && header.round() == 0 => {}
                 RunKind::Zero => self
                     .ram
                     .zero(run.range)
-                    .map_err(|e| format!("zeroing pages {}: {e}", run.range))?,
+                    .map_err(|e| failed(format!("zeroing pages {}: {e}", run.range)))?,
                 RunKind::Fill(value) => {
                     let filled = self.ram.fill(run.range, value);
-                    filled.map_err(|e| format!("filling pages {}: {e}", run.range))?;
+                    filled.map_err(|e| failed(format!("filling pages {}: {e}", run.range)))?;
                 }
             }
         }
@@ -168,7 +177,7 @@ impl Receiver {
                 Ok(0) => return Err(self.cut_off()),
                 Ok(n) => done += n,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(broken(self.stream, "pages were received", &error)),
+                Err(error) => return Err(Broken::by(self.stream, Step::Receive, "pages were received", &error)),
             }
         }
         Ok(())
@@ -183,55 +192,65 @@ impl Receiver {
         header: &BatchHeader,
         data: &[PageRange],
         unpacking: &mut Unpacking,
-    ) -> Result<(), String> {
+    ) -> Result<(), Broken> {
         let stream = self.stream;
         if self.version < wire::PACKING_SINCE {
             let version = self.version;
-            return Err(format!(
+            return Err(failed(format!(
                 "data stream {stream}: a batch is packed by {codec}, which version {version} of the protocol does not have"
-            ));
+            )));
         }
         let Unpacking { unpacker, packed, raw } = unpacking;
         let packed = sized(packed, header.wire_bytes());
         self.read_exact(packed)?;
         let raw = sized(raw, header.payload_bytes());
         let unpacked = unpacker.unpack(codec, packed, raw);
-        unpacked.map_err(|e| format!("data stream {stream}: {e}"))?;
+        unpacked.map_err(|e| failed(format!("data stream {stream}: {e}")))?;
         let mut rest = &*raw;
         for range in data {
             let bytes = usize::try_from(range.bytes()).unwrap_or(usize::MAX);
             let Some((pages, behind)) = rest.split_at_checked(bytes) else {
-                return Err(format!("data stream {stream}: a batch has fewer pages than its runs"));
+                return Err(failed(format!(
+                    "data stream {stream}: a batch has fewer pages than its runs"
+                )));
             };
             rest = behind;
             let copied = self.ram.copy_in(*range, pages);
-            copied.map_err(|e| format!("writing pages {range}: {e}"))?;
+            copied.map_err(|e| failed(format!("writing pages {range}: {e}")))?;
         }
         Ok(())
     }
 
-    fn read_exact(&self, into: &mut [u8]) -> Result<(), String> {
+    fn read_exact(&self, into: &mut [u8]) -> Result<(), Broken> {
         let have = self.read_some(into)?;
         if have < into.len() { Err(self.cut_off()) } else { Ok(()) }
     }
 
     /// Fills `into` unless the stream ends before; returns how much came.
-    fn read_some(&self, into: &mut [u8]) -> Result<usize, String> {
+    fn read_some(&self, into: &mut [u8]) -> Result<usize, Broken> {
         let mut done = 0;
         while done < into.len() {
             match (&self.socket).read(&mut into[done..]) {
                 Ok(0) => break,
                 Ok(n) => done += n,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(broken(self.stream, "a batch was awaited", &error)),
+                Err(error) => return Err(Broken::by(self.stream, Step::Receive, "a batch was awaited", &error)),
             }
         }
         Ok(done)
     }
 
-    fn cut_off(&self) -> String {
-        format!("the source closed data stream {} in the middle of a batch", self.stream)
+    fn cut_off(&self) -> Broken {
+        Broken::Link(format!(
+            "the source closed data stream {} in the middle of a batch",
+            self.stream
+        ))
     }
+}
+
+/// A failure that has nothing to do with the connection.
+fn failed(error: String) -> Broken {
+    Broken::Failed(Step::Receive, error)
 }
 
 /// What a stream unpacks with: its buffers are made once, as large as the largest batch that came.

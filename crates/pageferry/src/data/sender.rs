@@ -4,7 +4,7 @@
 
 use super::judge::{Path, Took};
 use super::packing::{Packing, Totals, raw_bytes};
-use super::{Pacer, broken};
+use super::{Broken, Pacer};
 use crate::transport::{self, Closer};
 use crate::{Address, Compress};
 use engine::{Chunk, Content, SourceEvent, Step};
@@ -68,10 +68,8 @@ impl Sender {
         if let Err(broken) = self.serve(commands) {
             let event = match broken {
                 Broken::Stalled => SourceEvent::Stalled { stream },
-                Broken::Failed(error) => SourceEvent::Failed {
-                    step: Step::Send,
-                    error,
-                },
+                Broken::Link(error) => SourceEvent::StreamGone { error },
+                Broken::Failed(step, error) => SourceEvent::Failed { step, error },
             };
             if events.blocking_send(event).is_err() {
                 tracing::trace!("a stream failed after the migration was over");
@@ -84,7 +82,9 @@ impl Sender {
         let (events, totals) = (self.events.clone(), Arc::clone(&self.totals));
         // Nothing is told to be sent before the receiver has accepted, and said what it takes.
         let Ok(first) = commands.recv() else { return Ok(()) };
-        let packing = self.packing(&socket, version >= wire::PACKING_SINCE, &totals)?;
+        let packing = self
+            .packing(&socket, version >= wire::PACKING_SINCE, &totals)
+            .map_err(failed)?;
         let mut sending = Sending {
             batch_pages: self.pacer.batch_pages(BATCH_PAGES),
             builder: BatchBuilder::new(self.stream),
@@ -129,8 +129,8 @@ impl Sender {
     fn connect(&self) -> Result<(Socket, u16), Broken> {
         let stream = self.stream;
         let socket = transport::connect(&self.to, self.connect_timeout, Some(self.buffer_bytes))
-            .map_err(|e| format!("opening data stream {stream}: {e}"))?;
-        let doing = |e: io::Error| broken(stream, "it was opened", &e);
+            .map_err(|e| Broken::Link(format!("opening data stream {stream}: {e}")))?;
+        let doing = |e: io::Error| Broken::by(stream, Step::Send, "it was opened", &e);
         self.closer.add(&socket).map_err(doing)?;
         socket.set_read_timeout(Some(self.connect_timeout)).map_err(doing)?;
         let preamble = Preamble {
@@ -142,7 +142,7 @@ impl Sender {
         let mut reply = [0; wire::REPLY_BYTES];
         (&socket).read_exact(&mut reply).map_err(doing)?;
         let agreed = PreambleReply::decode(&reply).and_then(|reply| reply.agreed(wire::VERSIONS));
-        let version = agreed.map_err(|e| format!("opening data stream {stream}: {e}"))?;
+        let version = agreed.map_err(|e| failed(format!("opening data stream {stream}: {e}")))?;
         // The engine takes less than 20 ms for 20 ms; a time-out of 0 would be none.
         let patience = (self.peer_timeout / TRIES).max(Duration::from_millis(1));
         socket.set_write_timeout(Some(patience)).map_err(doing)?;
@@ -205,7 +205,7 @@ impl Sending<'_> {
             range = rest;
             kinds.clear();
             ram.classify(part, &mut |range, kind| kinds.push((range, kind)))
-                .map_err(|e| format!("reading pages {part}: {e}"))?;
+                .map_err(|e| failed(format!("reading pages {part}: {e}")))?;
             for (range, kind) in &kinds {
                 match kind {
                     PageKind::Data => self.add(*range, RunKind::Data)?,
@@ -226,11 +226,7 @@ impl Sending<'_> {
                 RunKind::Zero | RunKind::Fill(_) => u64::MAX,
             };
             let (part, rest) = range.split_at(room);
-            if !self
-                .builder
-                .push(Run { range: part, kind })
-                .map_err(|e| e.to_string())?
-            {
+            if !self.builder.push(Run { range: part, kind }).map_err(failed)? {
                 self.flush()?;
                 continue;
             }
@@ -252,14 +248,14 @@ impl Sending<'_> {
             return Ok(());
         }
         let sender = &self.sender;
-        let packed = self.packing.pack(&*sender.ram, &self.data)?;
+        let packed = self.packing.pack(&*sender.ram, &self.data).map_err(failed)?;
         let raw = raw_bytes(self.data_pages);
         let (head, payload_bytes) = match packed.by {
             Some((codec, bytes)) => {
                 let head = self.builder.finish_packed(codec, bytes.len());
-                (head.map_err(|e| e.to_string())?, bytes.len())
+                (head.map_err(failed)?, bytes.len())
             }
-            None => self.builder.finish().map_err(|e| e.to_string())?,
+            None => self.builder.finish().map_err(failed)?,
         };
         let total = head.len() + payload_bytes;
         let from = Instant::now();
@@ -296,7 +292,7 @@ impl Sending<'_> {
     }
 
     fn send_marker(&mut self, round: u32) -> Result<(), Broken> {
-        let marker = self.builder.marker(round).map_err(|e| e.to_string())?;
+        let marker = self.builder.marker(round).map_err(failed)?;
         let write = |done: usize| (&self.socket).write(marker.get(done..).unwrap_or_default());
         write_out(marker.len(), self.sender.peer_timeout, write)
             .map_err(|e| broken_off(self.sender.stream, "the end of a round was sent", &e))
@@ -318,26 +314,17 @@ fn rate_of(bytes_per_s: u64) -> f64 {
     bytes_per_s as f64
 }
 
-/// Why a stream ended.
-enum Broken {
-    /// The receiver took no byte for too long.
-    Stalled,
-    /// Something else: a clause.
-    Failed(String),
-}
-
-impl From<String> for Broken {
-    fn from(error: String) -> Self {
-        Broken::Failed(error)
-    }
-}
-
 /// What [`write_out`] ended with.
 fn broken_off(stream: u16, doing: &str, error: &io::Error) -> Broken {
     match error.kind() {
         io::ErrorKind::TimedOut => Broken::Stalled,
-        _ => Broken::Failed(broken(stream, doing, error)),
+        _ => Broken::by(stream, Step::Send, doing, error),
     }
+}
+
+/// A failure that has nothing to do with the connection.
+fn failed(error: impl ToString) -> Broken {
+    Broken::Failed(Step::Send, error.to_string())
 }
 
 /// Writes `total` bytes by `write`, which is told how many were taken before, however few are taken at a time.

@@ -150,7 +150,7 @@ impl<'a> Session<'a> {
     }
 
     fn event(&mut self, event: DestinationEvent) {
-        if let DestinationEvent::Failed { .. } = event {
+        if let DestinationEvent::Failed { .. } | DestinationEvent::StreamGone { .. } = event {
             tracing::debug!(?event, "a data stream failed");
             self.held.hold(event);
         } else {
@@ -221,6 +221,7 @@ impl<'a> Session<'a> {
             socket,
             ram: Arc::clone(ram),
             memory_is_zero: self.options.destination.memory_is_zero,
+            round: 0,
             headroom: Headroom::new(if ram.is_populated() {
                 0
             } else {

@@ -140,6 +140,7 @@ impl Source {
             SourceAction::Transmit(_)
             | SourceAction::Send { .. }
             | SourceAction::EndRound { .. }
+            | SourceAction::Reconnect
             | SourceAction::Finished(_) => return Err((step, "this is no action on the guest".to_owned())),
         })
     }

@@ -19,10 +19,15 @@ pub struct StreamOrder {
 impl StreamOrder {
     /// A stream on which nothing has come yet.
     pub fn new(stream: u16) -> Self {
+        StreamOrder::from_round(stream, 0)
+    }
+
+    /// The same for one that takes a lost one's place: `round` is open, and batches are numbered from 0 again.
+    pub fn from_round(stream: u16, round: u32) -> Self {
         StreamOrder {
             stream,
             seq: Some(0),
-            round: Some(0),
+            round: Some(round),
         }
     }
 

@@ -5,8 +5,8 @@ use machine::{BalloonConfig, MachineConfig, Section};
 use pages::{Layout, PageRange, Pfn};
 use std::collections::BTreeMap;
 use wire::{
-    AbortCause, Accept, Commit, ConnectionRole, Digests, Hello, Message, NotRunning, Offer, Preamble, Running,
-    SessionId, Skip, SkipReason, VersionRange,
+    AbortCause, Accept, Arrived, Commit, ConnectionRole, Digests, Have, Hello, Message, NotRunning, Offer, Preamble,
+    Resume, Running, SessionId, Skip, SkipReason, Terms, VersionRange,
 };
 
 pub fn range(start: u64, pages: u64) -> PageRange {
@@ -91,6 +91,17 @@ pub fn messages() -> Vec<Message> {
         },
         Message::Ping,
         Message::Offer(Offer { codecs: 3 }),
+        Message::Terms(Terms {
+            resume_window_ms: 30_000,
+        }),
+        Message::Resume(Resume {
+            session: *b"0123456789abcdef",
+        }),
+        Message::Have(Have {
+            arrived: Arrived::Zero,
+            ranges: vec![range(0x10, 4)],
+        }),
+        Message::Resumed { round: 7 },
     ]
 }
 
