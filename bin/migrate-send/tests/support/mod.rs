@@ -212,6 +212,16 @@ impl Running {
         }
     }
 
+    /// Its exit code, once it has ended by itself.
+    pub(crate) fn code(&mut self) -> Option<i32> {
+        self.child.try_wait().unwrap()?.code()
+    }
+
+    /// Its process.
+    pub(crate) fn pid(&self) -> rustix::process::Pid {
+        rustix::process::Pid::from_child(&self.child)
+    }
+
     /// Sends it a signal.
     pub(crate) fn signal(&self, signal: rustix::process::Signal) {
         rustix::process::kill_process(rustix::process::Pid::from_child(&self.child), signal).unwrap();

@@ -1,0 +1,361 @@
+//! One cell of the matrix: a migration, a harm at the end of a phase, and a look at everything that is left.
+//!
+//! The guest lives at a `migrate-host`, `migrate-send` has it sent through the proxy, and `migrate-recv` serves it once it
+//! is there: so both sides can be asked who runs it. What stays at the source is sent once more, to a receiver at the same
+//! port and without a proxy.
+
+use crate::faults::{Blow, Harm, Left, Outcome, Runs, Side};
+use crate::host::{answers, ask, state};
+use crate::phases::Phase;
+use crate::proxy::{Proxy, poll};
+use crate::support::{Ended, Running};
+use rustix::process::{Signal, kill_process};
+use serde_json::json;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// A small guest that was in use before, and writes enough for some rounds at the bandwidth that it gets.
+const GUEST: [&str; 8] = [
+    "--memory",
+    "64M",
+    "--used",
+    "16M",
+    "--aged",
+    "24M",
+    "--workload",
+    "churn:2500",
+];
+/// How it is sent: slowly, in several rounds, asked for its free pages, compared at the end.
+const SLOWLY: [&str; 15] = [
+    "--max-bandwidth",
+    "200Mbit",
+    "--compress",
+    "none",
+    "--streams",
+    "2",
+    "--ask",
+    "always",
+    "--downtime-limit",
+    "20ms",
+    "--timeout",
+    "10s",
+    "--on-timeout",
+    "stop",
+    "--verify",
+];
+/// Silence after which either side is dead. The machine may be busy.
+const PEER_TIMEOUT: Duration = Duration::from_secs(2);
+const TIMES: [&str; 2] = ["--peer-timeout", "2s"];
+/// A hang is a failure.
+const HANG: Duration = Duration::from_secs(120);
+
+/// A harm at the end of a phase.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cell {
+    pub(crate) phase: Phase,
+    pub(crate) harm: Harm,
+}
+
+/// What became of a cell.
+#[derive(Debug)]
+pub(crate) struct Found {
+    outcome: Outcome,
+    /// What was compared of the guest's RAM.
+    ram: String,
+}
+
+/// The processes of a cell.
+struct Stage {
+    folder: tempfile::TempDir,
+    host: Option<Running>,
+    host_socket: PathBuf,
+    receiver: Option<Running>,
+    receiver_socket: PathBuf,
+    proxy: Proxy,
+    sending: Option<Running>,
+}
+
+impl Cell {
+    /// Runs it; panics with what went wrong.
+    pub(crate) fn run(self) -> Found {
+        let mut stage = self.begin();
+        let sending = stage.sending.as_mut().unwrap();
+        let done = poll(HANG, || match stage.proxy.wait_until_done(Duration::ZERO) {
+            true => Some(true),
+            false => (!sending.is_running()).then_some(false),
+        });
+        if done != Some(true) {
+            panic!(
+                "the migration never came so far: {:#?}",
+                stage.sending.take().unwrap().end()
+            );
+        }
+        self.wake(&mut stage);
+        self.look(stage)
+    }
+
+    fn begin(self) -> Stage {
+        let folder = tempfile::tempdir().unwrap();
+        let (host_socket, receiver_socket) = (folder.path().join("host.sock"), folder.path().join("there.sock"));
+        let host = Running::host(&host_socket, &GUEST);
+        let receiver = receiver(&folder.path().join("first"), &receiver_socket, "tcp:127.0.0.1:0");
+        let (source_pid, receiver_pid) = (host.pid(), receiver.pid());
+        let pid = move |side| match side {
+            Side::Source => source_pid,
+            Side::Receiver => receiver_pid,
+        };
+        let act = move || match self.harm {
+            Harm::Process(Blow::Killed(side)) => kill_process(pid(side), Signal::KILL).unwrap(),
+            Harm::Process(Blow::Stopped(side)) => kill_process(pid(side), Signal::STOP).unwrap(),
+            _ => {}
+        };
+        let proxy = Proxy::start(&receiver.address, self.phase, self.harm, act);
+        let sending = send(folder.path(), &host_socket, &proxy.address, &SLOWLY);
+        Stage {
+            folder,
+            host: Some(host),
+            host_socket,
+            receiver: Some(receiver),
+            receiver_socket,
+            proxy,
+            sending: Some(sending),
+        }
+    }
+
+    /// Lets a process that was stopped go on, once the other side has done without it.
+    fn wake(self, stage: &mut Stage) {
+        let Harm::Process(Blow::Stopped(side)) = self.harm else {
+            return;
+        };
+        match side {
+            Side::Source => {
+                // A receiver that waits for a source does so without end.
+                let patience = if self.may_wait() { 3 * PEER_TIMEOUT } else { HANG };
+                let receiver = stage.receiver.as_mut().unwrap();
+                let gave_up = poll(patience, || settled(receiver, &stage.receiver_socket));
+                assert!(
+                    gave_up.is_some() || self.may_wait(),
+                    "the receiver waits for a source that sleeps"
+                );
+                stage.host.as_ref().unwrap().signal(Signal::CONT);
+            }
+            Side::Receiver => {
+                let sending = stage.sending.as_mut().unwrap();
+                let gave_up = poll(HANG, || (!sending.is_running()).then_some(()));
+                gave_up.expect("the source waits for a receiver that sleeps");
+                stage.receiver.as_ref().unwrap().signal(Signal::CONT);
+            }
+        }
+    }
+
+    /// Whether the receiver may not have believed yet that a source was there.
+    fn may_wait(self) -> bool {
+        self.phase <= Phase::Hello
+    }
+
+    /// Finds out who runs the guest, and whether all of it is there.
+    fn look(self, mut stage: Stage) -> Found {
+        let sent = stage.sending.take().unwrap().end();
+        let code = sent.code.expect("nobody killed it");
+        let left = self.left(stage.receiver.as_mut().unwrap(), &stage.receiver_socket);
+        let source = self.source(stage.host.as_mut().unwrap(), &stage.host_socket, code);
+        let there = left == Left::Guest;
+        let runs = match (source, there) {
+            (Runs::Source, true) => panic!("BOTH run the guest: {sent:#?}"),
+            (_, true) => Runs::Receiver,
+            (source, false) => source,
+        };
+        let outcome = (code, left, runs);
+        if let Some(confused) = stage.proxy.confused() {
+            panic!("the proxy saw nonsense: {confused}; {outcome:?}");
+        }
+        let allowed = self.harm.outcomes(self.phase, stage.proxy.has_passed_commit());
+        assert!(
+            allowed.contains(&outcome),
+            "{outcome:?} is none of {allowed:?}: {sent:#?} {:#?}",
+            self.words(stage.receiver.take(), left)
+        );
+        assert!(
+            !there || stage.proxy.has_passed_commit(),
+            "it runs at the receiver, which was never told to run it"
+        );
+        if code == 7 && stage.host.as_mut().is_some_and(Running::is_running) {
+            assert_eq!(state(&stage.host_socket).as_deref(), Some("unknown"));
+            let resume = ask(&stage.host_socket, "resume", &json!({})).expect("the host answers");
+            resume.expect_err("the source runs on without being forced to");
+        }
+        let ram = self.compare(stage, outcome, &sent);
+        Found { outcome, ram }
+    }
+
+    fn left(self, receiver: &mut Running, socket: &Path) -> Left {
+        if self.harm == Harm::Process(Blow::Killed(Side::Receiver)) {
+            poll(HANG, || (!receiver.is_running()).then_some(())).unwrap();
+            return Left::Killed;
+        }
+        let patience = if self.may_wait() { 3 * PEER_TIMEOUT } else { HANG };
+        match poll(patience, || settled(receiver, socket)) {
+            Some(left) => left,
+            None if self.may_wait() => Left::Waits,
+            None => panic!("the receiver hangs"),
+        }
+    }
+
+    /// What the source's host says of its guest.
+    fn source(self, host: &mut Running, socket: &Path, code: i32) -> Runs {
+        if self.harm == Harm::Process(Blow::Killed(Side::Source)) {
+            poll(HANG, || (!host.is_running()).then_some(())).unwrap();
+            return Runs::Nobody;
+        }
+        if code == 0 {
+            // A host whose guest was handed over ends.
+            poll(HANG, || (!host.is_running()).then_some(())).expect("a host without a guest goes on");
+            return Runs::Nobody;
+        }
+        match state(socket).as_deref() {
+            Some("running") => Runs::Source,
+            Some("unknown") => Runs::PausedAtSource,
+            other => panic!("the host's guest is {other:?}"),
+        }
+    }
+
+    /// What a receiver that ended has said.
+    fn words(self, receiver: Option<Running>, left: Left) -> Option<Ended> {
+        receiver.filter(|_| matches!(left, Left::Code(_))).map(Running::end)
+    }
+
+    /// Has the guest, wherever it is, say that it is whole; one that stayed is sent once more before.
+    fn compare(self, mut stage: Stage, outcome: Outcome, sent: &Ended) -> String {
+        let (code, left, runs) = outcome;
+        let receiver = stage.receiver.take().unwrap();
+        if runs == Runs::Receiver {
+            let verified = code != 0 || sent.report()["verified"] == true;
+            assert!(verified, "{sent:#?}");
+            return format!("equal, {}", unharmed(receiver, &stage.receiver_socket));
+        }
+        let address = receiver.address.clone();
+        let waiting = match left {
+            Left::Waits => Some(receiver),
+            _ => {
+                drop(receiver);
+                None
+            }
+        };
+        let host = stage.host.take().unwrap();
+        let socket = stage.folder.path().join("again.sock");
+        // A receiver that waits has its socket already.
+        let socket = if waiting.is_some() {
+            stage.receiver_socket.clone()
+        } else {
+            socket
+        };
+        let mut again = waiting.unwrap_or_else(|| receiver_again(stage.folder.path(), &socket, &address));
+        match runs {
+            Runs::Source => assert!(answers(&stage.host_socket), "the guest at the source does nothing"),
+            Runs::PausedAtSource => {
+                let forced = ask(&stage.host_socket, "resume", &json!({"force": true}));
+                forced
+                    .expect("the host answers")
+                    .expect("an operator may say where it runs");
+                assert!(answers(&stage.host_socket), "the guest at the source does nothing");
+            }
+            Runs::Nobody => return "none left".to_owned(),
+            Runs::Receiver => unreachable!(),
+        }
+        let busy = 3;
+        let sent = poll(HANG, || {
+            let sent = send(
+                &stage.folder.path().join("again"),
+                &stage.host_socket,
+                &address,
+                &["--verify"],
+            )
+            .end();
+            // One that waits may still be busy with what it believes to be a source.
+            if sent.code == Some(busy) && again.is_running() {
+                None
+            } else {
+                Some(sent)
+            }
+        });
+        let sent = sent.expect("the receiver takes no source any more");
+        sent.expect(0);
+        assert_eq!(sent.report()["verified"], true);
+        host.end().expect(0);
+        format!("again: equal, {}", unharmed(again, &socket))
+    }
+}
+
+impl Found {
+    /// The cells of a table's row.
+    pub(crate) fn row(&self) -> [String; 4] {
+        let (code, left, runs) = self.outcome;
+        let left = match left {
+            Left::Code(code) => code.to_string(),
+            Left::Killed => "killed".to_owned(),
+            Left::Guest => "0".to_owned(),
+            Left::Waits => "waits on".to_owned(),
+        };
+        let runs = match runs {
+            Runs::Source => "source",
+            Runs::Receiver if code == 7 => "receiver (source paused)",
+            Runs::Receiver => "receiver",
+            Runs::PausedAtSource => "none: source paused",
+            Runs::Nobody => "none: its host was killed",
+        };
+        [code.to_string(), left, runs.to_owned(), self.ram.clone()]
+    }
+}
+
+/// Has the host at `socket` send its guest.
+fn send(folder: &Path, socket: &Path, to: &str, how: &[&str]) -> Running {
+    std::fs::create_dir_all(folder).unwrap();
+    let control = ["--control", socket.to_str().unwrap(), "--connect-timeout", "2s"];
+    Running::source(folder, to, &[&control[..], &TIMES, how].concat())
+}
+
+/// A receiver that serves its guest at `socket`, once it is there, until it is told to quit.
+fn receiver(folder: &Path, socket: &Path, listen: &str) -> Running {
+    std::fs::create_dir_all(folder).unwrap();
+    let serve = [
+        "--control",
+        socket.to_str().unwrap(),
+        "--run-for",
+        "0",
+        "--listen",
+        listen,
+    ];
+    Running::receiver(folder, &[&serve[..], &TIMES].concat())
+}
+
+/// Another one where one was before: its port is free at once.
+fn receiver_again(folder: &Path, socket: &Path, address: &str) -> Running {
+    receiver(&folder.join("second"), socket, address)
+}
+
+/// What has become of a receiver, once something has.
+fn settled(receiver: &mut Running, socket: &Path) -> Option<Left> {
+    if let Some(code) = receiver.code() {
+        return Some(Left::Code(code));
+    }
+    (state(socket).as_deref() == Some("running")).then_some(Left::Guest)
+}
+
+/// Checks that the guest at a receiver runs and is whole; says how much of it was looked at.
+fn unharmed(receiver: Running, socket: &Path) -> String {
+    poll(HANG, || (state(socket).as_deref() == Some("running")).then_some(())).expect("it runs there");
+    assert!(answers(socket), "the guest at the receiver does nothing");
+    ask(socket, "quit", &json!({})).expect("the receiver answers").unwrap();
+    let ended = receiver.end();
+    ended.expect(0);
+    let report = ended.report();
+    assert_eq!(
+        (&report["result"], &report["verified"]),
+        (&json!("completed"), &json!(true)),
+        "{report}"
+    );
+    let guest = &report["guest"];
+    assert_eq!(guest["self_check"], "passed", "{report}");
+    assert!(guest["ticks"].as_u64() > Some(0), "{report}");
+    format!("{} pages self-checked", guest["pages_checked"])
+}
