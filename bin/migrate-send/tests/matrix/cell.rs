@@ -54,6 +54,8 @@ const HANG: Duration = Duration::from_secs(120);
 pub(crate) struct Cell {
     pub(crate) phase: Phase,
     pub(crate) harm: Harm,
+    /// How long a migration whose connections were lost can be taken up again: both sides' `--resume-window`.
+    pub(crate) window: &'static str,
 }
 
 /// What became of a cell.
@@ -98,7 +100,12 @@ impl Cell {
         let folder = tempfile::tempdir().unwrap();
         let (host_socket, receiver_socket) = (folder.path().join("host.sock"), folder.path().join("there.sock"));
         let host = Running::host(&host_socket, &GUEST);
-        let receiver = receiver(&folder.path().join("first"), &receiver_socket, "tcp:127.0.0.1:0");
+        let receiver = receiver(
+            &folder.path().join("first"),
+            &receiver_socket,
+            "tcp:127.0.0.1:0",
+            self.window,
+        );
         let (source_pid, receiver_pid) = (host.pid(), receiver.pid());
         let pid = move |side| match side {
             Side::Source => source_pid,
@@ -110,7 +117,12 @@ impl Cell {
             _ => {}
         };
         let proxy = Proxy::start(&receiver.address, self.phase, self.harm, act);
-        let sending = send(folder.path(), &host_socket, &proxy.address, &SLOWLY);
+        let sending = send(
+            folder.path(),
+            &host_socket,
+            &proxy.address,
+            &[&SLOWLY[..], &["--resume-window", self.window]].concat(),
+        );
         Stage {
             folder,
             host: Some(host),
@@ -288,7 +300,8 @@ impl Cell {
 
 impl Found {
     /// The cells of a table's row.
-    pub(crate) fn row(&self) -> [String; 4] {
+    pub(crate) fn row(&self, harm: Harm) -> [String; 4] {
+        let source_lives = harm != Harm::Process(Blow::Killed(Side::Source));
         let (code, left, runs) = self.outcome;
         let left = match left {
             Left::Code(code) => code.to_string(),
@@ -298,7 +311,7 @@ impl Found {
         };
         let runs = match runs {
             Runs::Source => "source",
-            Runs::Receiver if code == 7 => "receiver (source paused)",
+            Runs::Receiver if code == 7 && source_lives => "receiver (source paused)",
             Runs::Receiver => "receiver",
             Runs::PausedAtSource => "none: source paused",
             Runs::Nobody => "none: its host was killed",
@@ -315,22 +328,16 @@ fn send(folder: &Path, socket: &Path, to: &str, how: &[&str]) -> Running {
 }
 
 /// A receiver that serves its guest at `socket`, once it is there, until it is told to quit.
-fn receiver(folder: &Path, socket: &Path, listen: &str) -> Running {
+fn receiver(folder: &Path, socket: &Path, listen: &str, window: &str) -> Running {
     std::fs::create_dir_all(folder).unwrap();
-    let serve = [
-        "--control",
-        socket.to_str().unwrap(),
-        "--run-for",
-        "0",
-        "--listen",
-        listen,
-    ];
-    Running::receiver(folder, &[&serve[..], &TIMES].concat())
+    let serve = ["--control", socket.to_str().unwrap(), "--run-for", "0"];
+    let listen = ["--listen", listen, "--resume-window", window];
+    Running::receiver(folder, &[&serve[..], &listen, &TIMES].concat())
 }
 
 /// Another one where one was before: its port is free at once.
 fn receiver_again(folder: &Path, socket: &Path, address: &str) -> Running {
-    receiver(&folder.join("second"), socket, address)
+    receiver(&folder.join("second"), socket, address, "0s")
 }
 
 /// What has become of a receiver, once something has.

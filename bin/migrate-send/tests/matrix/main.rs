@@ -25,6 +25,7 @@ const AT_ONCE: usize = 2;
 
 /// Tries `harm` at the end of `phases`, or of all.
 fn matrix(harm: Harm, phases: &[Phase]) {
+    let window = "0s";
     let all = std::env::var("PAGEFERRY_MATRIX").is_ok_and(|which| which == "all");
     let phases = if all { &Phase::ALL[..] } else { phases };
     let sensible = phases.iter().filter(|phase| harm.makes_sense_at(**phase));
@@ -37,15 +38,15 @@ fn matrix(harm: Harm, phases: &[Phase]) {
                     let Some(phase) = left.lock().unwrap().pop() else {
                         return;
                     };
-                    let found = catch_unwind(AssertUnwindSafe(|| Cell { phase, harm }.run()));
+                    let found = catch_unwind(AssertUnwindSafe(|| Cell { phase, harm, window }.run()));
                     let row = match found {
-                        Ok(found) => found.row().join(" | "),
+                        Ok(found) => found.row(harm).join(" | "),
                         Err(_) => {
                             failed.lock().unwrap().push(phase);
                             "FAILED".to_owned()
                         }
                     };
-                    println!("cell: {} | {phase:?} | {row}", harm.name());
+                    println!("cell: {} | {phase:?} | {window} | {row}", harm.name());
                 }
             });
         }
