@@ -4,7 +4,7 @@
 mod run;
 
 use clap::Parser;
-use cli::{GuestFlags, LogFlags};
+use cli::{GuestFlags, LogFlags, SandboxFlags};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -25,6 +25,8 @@ struct Arguments {
     control: Option<PathBuf>,
     #[command(flatten)]
     log: LogFlags,
+    #[command(flatten)]
+    sandbox: SandboxFlags,
 }
 
 fn main() -> ExitCode {

@@ -8,12 +8,15 @@ use pageferry::control_socket::ControlListener;
 
 /// Runs the command; gives its exit code.
 pub(crate) fn run(arguments: &Arguments) -> Result<u8, Error> {
-    let plan = arguments.guest.plan()?;
+    let mut plan = arguments.guest.plan()?;
     let quiet = arguments.log.quiet;
     let console = match &plan {
         GuestPlan::Linux(linux) => Some(ConsoleLine::new(linux.console.as_deref(), None)?),
         GuestPlan::Soft(_) | GuestPlan::File(_) => None,
     };
+    let _held = cli::hold_files(&mut plan);
+    let files = cli::with_made(cli::Files::new(), arguments.control.as_deref());
+    arguments.sandbox.enter(&cli::with_guest(files, &plan));
     // Stdout is a Linux guest's.
     let say = |sentence: &str| match (quiet, &console) {
         (true, _) => {}

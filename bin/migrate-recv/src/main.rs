@@ -4,7 +4,7 @@
 mod run;
 
 use clap::Parser;
-use cli::{OutputFlags, RecvFlags};
+use cli::{OutputFlags, RecvFlags, SandboxFlags};
 use std::process::ExitCode;
 
 /// Receive one guest, and run it
@@ -20,6 +20,8 @@ struct Arguments {
     receive: RecvFlags,
     #[command(flatten)]
     output: OutputFlags,
+    #[command(flatten)]
+    sandbox: SandboxFlags,
 }
 
 fn main() -> ExitCode {

@@ -5,8 +5,8 @@
 
 use crate::Arguments;
 use cli::{
-    After, ConsoleLine, Error, GuestReport, GuestSlot, Life, Lived, Receiving, RecvFlags, ReportOut, Role, Signals,
-    say_stderr,
+    After, ConsoleLine, Error, Files, GuestReport, GuestSlot, Life, Lived, Receiving, RecvFlags, ReportOut, Role,
+    Signals, say_stderr,
 };
 use pageferry::control_socket::{ClaimedSocket, ControlListener};
 use pageferry::{Address, DestinationConfig, Ending, Finished, Guest, Listener, Migration, ReceiveOptions, Report};
@@ -17,7 +17,11 @@ const FIRST_CHECK: Duration = Duration::from_secs(1);
 
 /// Runs the command; gives its exit code.
 pub(crate) fn run(arguments: Arguments) -> Result<u8, Error> {
-    let Arguments { receive: flags, output } = arguments;
+    let Arguments {
+        receive: flags,
+        output,
+        sandbox,
+    } = arguments;
     let out = ReportOut::new(&output);
     let listen: Address = flags
         .listen
@@ -26,6 +30,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<u8, Error> {
     flags.check()?;
     out.check()?;
     let console = ConsoleLine::new(flags.console.as_deref(), None)?;
+    sandbox.enter(&cli::with_receiver(cli::with_made(Files::new(), out.file()), &flags));
     cli::block_on(async {
         let early = |error| cli::report_early(&out, Role::Receiver, error);
         let mut signals = Signals::catch().map_err(early)?;

@@ -5,7 +5,7 @@ mod host;
 mod run;
 
 use clap::Parser;
-use cli::{GuestFlags, OutputFlags, SendFlags};
+use cli::{GuestFlags, OutputFlags, SandboxFlags, SendFlags};
 use std::process::ExitCode;
 
 /// Send a guest: one that is started here, or the one that a host serves
@@ -26,6 +26,8 @@ struct Arguments {
     guest: GuestFlags,
     #[command(flatten)]
     output: OutputFlags,
+    #[command(flatten)]
+    sandbox: SandboxFlags,
 }
 
 fn main() -> ExitCode {

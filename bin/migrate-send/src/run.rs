@@ -2,8 +2,8 @@
 
 use crate::{Arguments, host};
 use cli::{
-    Attached, ConsoleLine, Error, GuestPlan, GuestReport, GuestSlot, Lived, ReportOut, Role, Signals, Started, Target,
-    say_stderr,
+    Attached, ConsoleLine, Error, Files, GuestPlan, GuestReport, GuestSlot, Lived, ReportOut, Role, Signals, Started,
+    Target, say_stderr,
 };
 use pageferry::{Address, Ending, Finished, Guest, Handle, Migration, SendOptions};
 use std::time::Duration;
@@ -15,16 +15,20 @@ const GOES_ON: Duration = Duration::from_millis(200);
 pub(crate) fn run(arguments: &Arguments) -> Result<u8, Error> {
     let out = ReportOut::new(&arguments.output);
     match arguments.send.target(&arguments.guest)? {
-        Target::Request(socket, request) => host::request(&socket, &request),
+        Target::Request(socket, request) => {
+            arguments.sandbox.enter(&Files::new());
+            host::request(&socket, &request)
+        }
         Target::Host(socket, to) => {
             let options = options(arguments, &to)?;
             out.check()?;
+            arguments.sandbox.enter(&cli::with_made(Files::new(), out.file()));
             host::send(arguments, &out, &socket, &to, &options)
         }
         Target::Here(to) => {
             arguments.send.check_guest(&arguments.guest)?;
             let options = options(arguments, &to)?;
-            let plan = arguments.guest.plan()?;
+            let mut plan = arguments.guest.plan()?;
             out.check()?;
             let console = match &plan {
                 GuestPlan::Linux(linux) => {
@@ -33,6 +37,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<u8, Error> {
                 }
                 GuestPlan::Soft(_) | GuestPlan::File(_) => None,
             };
+            let _held = cli::hold_files(&mut plan);
+            let files = cli::with_made(Files::new(), out.file());
+            arguments.sandbox.enter(&cli::with_guest(files, &plan));
             let sending = Sending {
                 arguments,
                 out: &out,

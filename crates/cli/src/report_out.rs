@@ -92,6 +92,11 @@ impl ReportOut {
         })
     }
 
+    /// The file that it goes to, if it does.
+    pub fn file(&self) -> Option<&Path> {
+        self.file.as_deref()
+    }
+
     /// Writes the report to its file, if it has one. May be called again when more is known.
     ///
     /// # Errors
