@@ -11,9 +11,9 @@ use support::Running;
 const INSIDE: [&str; 2] = ["NoNewPrivs:\t1", "Seccomp:\t2"];
 
 /// How many threads of the process have given everything up, and how many have not.
-fn threads(pid: u32) -> (usize, usize) {
+fn threads(pid: rustix::process::Pid) -> (usize, usize) {
     let (mut inside, mut outside) = (0, 0);
-    for task in fs::read_dir(format!("/proc/{pid}/task")).unwrap() {
+    for task in fs::read_dir(format!("/proc/{}/task", pid.as_raw_nonzero())).unwrap() {
         // A thread may have ended since.
         let Ok(status) = fs::read_to_string(task.unwrap().path().join("status")) else {
             continue;

@@ -182,11 +182,6 @@ impl Running {
         format!("{}{}", self.printed.lock().unwrap(), self.heard.lock().unwrap())
     }
 
-    /// Its process.
-    pub(crate) fn pid(&self) -> u32 {
-        self.child.id()
-    }
-
     /// Whether it is still there.
     pub(crate) fn is_running(&mut self) -> bool {
         self.child.try_wait().unwrap().is_none()
