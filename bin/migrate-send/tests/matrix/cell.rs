@@ -5,7 +5,7 @@
 //! port and without a proxy.
 
 use crate::faults::{Blow, Harm, Left, Outcome, Runs, Side};
-use crate::host::{answers, ask, state};
+use crate::host::{answers, ask, runs_at, state};
 use crate::phases::Phase;
 use crate::proxy::{Proxy, poll};
 use crate::support::{Ended, Running};
@@ -193,6 +193,10 @@ impl Cell {
         );
         if code == 7 && stage.host.as_mut().is_some_and(Running::is_running) {
             assert_eq!(state(&stage.host_socket).as_deref(), Some("unknown"));
+            assert!(
+                !runs_at(&stage.host_socket),
+                "the guest at the source runs, handed over as it is"
+            );
             let resume = ask(&stage.host_socket, "resume", &json!({})).expect("the host answers");
             resume.expect_err("the source runs on without being forced to");
         }

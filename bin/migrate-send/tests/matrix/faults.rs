@@ -107,7 +107,7 @@ impl Harm {
     }
 
     /// Everything that may come of it at the end of `phase`, without a window to resume in; `commit_passed`: the receiver
-    /// was told to run the guest.
+    /// could read that it is to run the guest.
     pub(crate) fn outcomes(self, phase: Phase, commit_passed: bool) -> Vec<Outcome> {
         if self == Harm::Trickle {
             return vec![arrived(DONE)];
@@ -116,11 +116,18 @@ impl Harm {
             Phase::Running => self.after_running(),
             Phase::Commit => self.after_commit(),
             Phase::CommitHeld => self.with_commit_held(),
-            // The source hands over as soon as it has read it.
-            Phase::Ready if commit_passed => self.after_commit(),
-            // A receiver that was told nonsense in place of `Commit` gives the guest up, and says so.
-            Phase::Ready if matches!(self, Harm::Frame { .. }) => self.before_commit(phase),
-            Phase::Ready => [self.before_commit(phase), self.with_commit_held()].concat(),
+            Phase::Ready => {
+                // The source hands over as soon as it has read it.
+                let mut outcomes = self.before_commit(phase);
+                // A receiver that was told nonsense in place of `Commit` gives the guest up, and says so.
+                if !matches!(self, Harm::Frame { .. }) {
+                    outcomes.extend(self.with_commit_held());
+                }
+                if commit_passed {
+                    outcomes.extend(self.after_commit());
+                }
+                outcomes
+            }
             _ => self.before_commit(phase),
         }
     }

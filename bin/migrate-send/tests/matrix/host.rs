@@ -39,3 +39,11 @@ pub(crate) fn answers(socket: &Path) -> bool {
     let stats = ask(socket, "balloon-stats", &json!({"timeout_ms": 10_000}));
     matches!(stats, Some(Ok(stats)) if stats["fresh"] == true)
 }
+
+/// Whether its guest runs: by its machine's word, or by its driver's.
+pub(crate) fn runs_at(socket: &Path) -> bool {
+    let status = ask(socket, "status", &json!({}));
+    let stats = ask(socket, "balloon-stats", &json!({"timeout_ms": 300}));
+    matches!(status, Some(Ok(status)) if status["running"] == true)
+        || matches!(stats, Some(Ok(stats)) if stats["fresh"] == true)
+}

@@ -97,7 +97,7 @@ pub(crate) struct Seen {
 }
 
 impl Seen {
-    /// A control message has passed; `harmed`: not as it was.
+    /// A control message has passed; `harmed`: not as it was, or not at all.
     pub(crate) fn message(&mut self, message: &Message, harmed: bool) {
         match message {
             Message::Hello(_) => self.hello = true,

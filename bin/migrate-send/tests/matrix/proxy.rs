@@ -285,7 +285,8 @@ impl Pump<'_> {
             }
             let harmed = hub.damage_frame(way, &message, &mut bytes);
             self.pass(&bytes)?;
-            hub.reached(|seen| seen.message(&message, harmed));
+            let lost = self.link.mode() == Mode::Closed(way);
+            hub.reached(|seen| seen.message(&message, harmed || lost));
         }
     }
 
