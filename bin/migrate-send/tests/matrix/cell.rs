@@ -12,6 +12,8 @@ use crate::support::{Ended, Running};
 use rustix::process::{Signal, kill_process};
 use serde_json::json;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// A small guest that was in use before, and writes enough for some rounds at the bandwidth that it gets.
@@ -46,6 +48,10 @@ const SLOWLY: [&str; 15] = [
 /// Silence after which either side is dead. The machine may be busy.
 const PEER_TIMEOUT: Duration = Duration::from_secs(2);
 const TIMES: [&str; 2] = ["--peer-timeout", "2s"];
+/// The receiver's RAM file, in a cell's folder.
+const RAM: &str = "ram";
+/// How long a paused guest's RAM is watched. One that runs writes hundreds of pages.
+const MOMENT: Duration = Duration::from_millis(200);
 /// A hang is a failure.
 const HANG: Duration = Duration::from_secs(120);
 
@@ -74,6 +80,8 @@ struct Stage {
     receiver: Option<Running>,
     receiver_socket: PathBuf,
     proxy: Proxy,
+    /// Whether the receiver's guest wrote to its RAM before the receiver could know that it is to run.
+    ran_early: Arc<AtomicBool>,
     sending: Option<Running>,
 }
 
@@ -111,10 +119,17 @@ impl Cell {
             Side::Source => source_pid,
             Side::Receiver => receiver_pid,
         };
-        let act = move || match self.harm {
-            Harm::Process(Blow::Killed(side)) => kill_process(pid(side), Signal::KILL).unwrap(),
-            Harm::Process(Blow::Stopped(side)) => kill_process(pid(side), Signal::STOP).unwrap(),
-            _ => {}
+        let (ram, ran_early) = (folder.path().join(RAM), Arc::new(AtomicBool::new(false)));
+        let early = Arc::clone(&ran_early);
+        let act = move || {
+            if self.phase == Phase::CommitHeld {
+                early.store(is_written(&ram), Ordering::SeqCst);
+            }
+            match self.harm {
+                Harm::Process(Blow::Killed(side)) => kill_process(pid(side), Signal::KILL).unwrap(),
+                Harm::Process(Blow::Stopped(side)) => kill_process(pid(side), Signal::STOP).unwrap(),
+                _ => {}
+            }
         };
         let proxy = Proxy::start(&receiver.address, self.phase, self.harm, act);
         let sending = send(
@@ -130,6 +145,7 @@ impl Cell {
             receiver: Some(receiver),
             receiver_socket,
             proxy,
+            ran_early,
             sending: Some(sending),
         }
     }
@@ -181,6 +197,11 @@ impl Cell {
         if let Some(confused) = stage.proxy.confused() {
             panic!("the proxy saw nonsense: {confused}; {outcome:?}");
         }
+        let ran_early = stage.ran_early.load(Ordering::SeqCst);
+        assert!(
+            !ran_early,
+            "the guest at the receiver runs before the receiver was told to run it"
+        );
         let allowed = self.harm.outcomes(self.phase, stage.proxy.has_passed_commit());
         assert!(
             allowed.contains(&outcome),
@@ -335,13 +356,22 @@ fn send(folder: &Path, socket: &Path, to: &str, how: &[&str]) -> Running {
 fn receiver(folder: &Path, socket: &Path, listen: &str, window: &str) -> Running {
     std::fs::create_dir_all(folder).unwrap();
     let serve = ["--control", socket.to_str().unwrap(), "--run-for", "0"];
+    let ram = folder.with_file_name(RAM);
+    let ram = ["--ram", ram.to_str().unwrap()];
     let listen = ["--listen", listen, "--resume-window", window];
-    Running::receiver(folder, &[&serve[..], &listen, &TIMES].concat())
+    Running::receiver(folder, &[&serve[..], &ram, &listen, &TIMES].concat())
 }
 
 /// Another one where one was before: its port is free at once.
 fn receiver_again(folder: &Path, socket: &Path, address: &str) -> Running {
     receiver(&folder.join("second"), socket, address, "0s")
+}
+
+/// Whether somebody writes to the RAM in this file, in a moment in which a guest that runs would.
+fn is_written(ram: &Path) -> bool {
+    let before = std::fs::read(ram).unwrap();
+    std::thread::sleep(MOMENT);
+    before != std::fs::read(ram).unwrap()
 }
 
 /// What has become of a receiver, once something has.

@@ -124,7 +124,9 @@ impl Harm {
                     outcomes.extend(self.with_commit_held());
                 }
                 if commit_passed {
+                    // And the receiver may be quick with its answer.
                     outcomes.extend(self.after_commit());
+                    outcomes.push(arrived(DONE));
                 }
                 outcomes
             }
@@ -166,19 +168,22 @@ impl Harm {
         }
     }
 
+    /// The receiver could read that it is to run the guest, and its answer is still to pass.
     fn after_commit(self) -> Vec<Outcome> {
         let paused = |left| (UNKNOWN, left, Runs::PausedAtSource);
-        let nobody = (DONE, Left::Killed, Runs::Nobody);
-        // The receiver may be quicker with its answer than the harm.
-        let either = || vec![arrived(UNKNOWN), arrived(DONE)];
         match self {
-            Harm::Process(Blow::Killed(Side::Receiver)) => vec![paused(Left::Killed), nobody],
-            // One that wakes up takes the source for dead, or reads what it was told.
-            Harm::Process(Blow::Stopped(Side::Receiver)) => [either(), vec![paused(Left::Code(SILENT))]].concat(),
+            Harm::Process(Blow::Killed(Side::Receiver)) => {
+                vec![paused(Left::Killed), (DONE, Left::Killed, Runs::Nobody)]
+            }
+            // One that wakes up takes the other for dead, or reads what it was told.
+            Harm::Process(Blow::Stopped(Side::Source)) => vec![arrived(DONE), arrived(UNKNOWN)],
+            Harm::Process(Blow::Stopped(Side::Receiver)) => {
+                vec![arrived(DONE), arrived(UNKNOWN), paused(Left::Code(SILENT))]
+            }
             // What was not read is lost.
-            Harm::Reset => [either(), vec![paused(Left::Code(LOST))]].concat(),
+            Harm::Reset => vec![arrived(UNKNOWN), paused(Left::Code(LOST))],
             Harm::HalfClosed(Up) => vec![arrived(DONE)],
-            _ => either(),
+            _ => vec![arrived(UNKNOWN)],
         }
     }
 

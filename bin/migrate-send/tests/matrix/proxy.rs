@@ -88,7 +88,7 @@ impl Link {
 pub(crate) struct Hub {
     at: Phase,
     harm: Harm,
-    /// Does the harm that is no affair of connections.
+    /// Does the harm that is no affair of connections; called ahead of any other.
     act: Box<dyn Fn() + Send + Sync>,
     links: Mutex<Vec<Arc<Link>>>,
     seen: Mutex<Seen>,
@@ -112,7 +112,8 @@ pub(crate) struct Proxy {
 }
 
 impl Proxy {
-    /// One in front of the receiver at `to`, which does `harm` at the end of phase `at`; `act` is what it does to processes.
+    /// One in front of the receiver at `to`, which does `harm` at the end of phase `at`, and calls `act` just
+    /// before.
     pub(crate) fn start(to: &str, at: Phase, harm: Harm, act: impl Fn() + Send + Sync + 'static) -> Proxy {
         let to = to.strip_prefix("tcp:").unwrap().to_owned();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -283,6 +284,7 @@ impl Pump<'_> {
                 hub.fire();
                 continue;
             }
+            hub.let_harm_come_first(&message);
             let harmed = hub.damage_frame(way, &message, &mut bytes);
             self.pass(&bytes)?;
             let lost = self.link.mode() == Mode::Closed(way);
@@ -412,6 +414,18 @@ impl Hub {
         self.at == Phase::CommitHeld && matches!(message, Message::Commit(_))
     }
 
+    /// At the end of `Commit` the receiver's answer is quick, and comes after the harm all the same.
+    fn let_harm_come_first(&self, message: &Message) {
+        if self.at == Phase::Commit && matches!(message, Message::Running(_)) {
+            let fired = self.fired.lock().unwrap();
+            drop(
+                self.has_fired
+                    .wait_while(fired, |fired| !*fired && !self.ended())
+                    .unwrap(),
+            );
+        }
+    }
+
     /// Does the harm, once.
     fn fire(&self) {
         let mut fired = self.fired.lock().unwrap();
@@ -419,8 +433,9 @@ impl Hub {
             return;
         }
         let links = self.links.lock().unwrap().clone();
+        (self.act)();
         match self.harm {
-            Harm::Process(_) => (self.act)(),
+            Harm::Process(_) => {}
             Harm::Cut => {
                 for link in links {
                     link.set(Mode::Dropped);
