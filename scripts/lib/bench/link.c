@@ -1,9 +1,10 @@
 /*
- * A link with a rate and a delay between two network namespaces: link NAME NAME BYTES_PER_S DELAY_NS
+ * A link with a rate and a delay between two network namespaces: link NAME NAME BYTES_PER_S DELAY_NS [LOSS]
  *
  * A TUN device named pfb0 in each. What one end sends is read here whole, packet by packet, waits for those before it to
  * have left at the link's rate, then for the delay, and is written to the other end. A queue that holds more than the
  * link carries in LATENCY_NS beyond its delay drops what comes, as a router's does. Each way is paced by itself.
+ * With LOSS one packet in so many is lost, by a sequence of its own that is the same each time.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -101,6 +102,17 @@ static void prepare(struct way *way, int from, int to, uint64_t rate, uint64_t d
 		fail("taking memory for %zu packets", way->room);
 }
 
+static uint64_t loss; /* one packet in so many; 0: none */
+
+/* Whether the next packet is lost. */
+static int lost(void)
+{
+	static uint64_t state = 1;
+
+	state = state * 6364136223846793005u + 1442695040888963407u;
+	return loss && (state >> 33) % loss == 0;
+}
+
 /* Reads what has come, a batch at most. A packet that finds no room is read and dropped. */
 static void take(struct way *way, uint64_t now)
 {
@@ -114,7 +126,7 @@ static void take(struct way *way, uint64_t now)
 
 		if (got <= 0)
 			return;
-		if (full)
+		if (full || lost())
 			continue;
 		if (way->idle_from_ns < now)
 			way->idle_from_ns = now;
@@ -147,8 +159,9 @@ int main(int argc, char **argv)
 	int ends[2];
 
 	setvbuf(stdout, NULL, _IOLBF, 0);
-	if (argc != 5)
-		fail("usage: link NAME NAME BYTES_PER_S DELAY_NS");
+	if (argc != 5 && argc != 6)
+		fail("usage: link NAME NAME BYTES_PER_S DELAY_NS [LOSS]");
+	loss = argc == 6 ? strtoull(argv[5], NULL, 10) : 0;
 	for (int i = 0; i < 2; i++)
 		ends[i] = device_in(argv[1 + i]);
 	for (int i = 0; i < 2; i++)

@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// A small guest that was in use before, and writes enough for some rounds at the bandwidth that it gets.
-const GUEST: [&str; 8] = [
+pub(crate) const GUEST: [&str; 8] = [
     "--memory",
     "64M",
     "--used",
@@ -28,7 +28,7 @@ const GUEST: [&str; 8] = [
     "churn:2500",
 ];
 /// How it is sent: slowly, in several rounds, asked for its free pages, compared at the end.
-const SLOWLY: [&str; 15] = [
+pub(crate) const SLOWLY: [&str; 15] = [
     "--max-bandwidth",
     "200Mbit",
     "--compress",
@@ -47,13 +47,13 @@ const SLOWLY: [&str; 15] = [
 ];
 /// Silence after which either side is dead. The machine may be busy.
 const PEER_TIMEOUT: Duration = Duration::from_secs(2);
-const TIMES: [&str; 2] = ["--peer-timeout", "2s"];
+pub(crate) const TIMES: [&str; 2] = ["--peer-timeout", "2s"];
 /// The receiver's RAM file, in a cell's folder.
 const RAM: &str = "ram";
 /// How long a paused guest's RAM is watched. One that runs writes hundreds of pages.
 const MOMENT: Duration = Duration::from_millis(200);
 /// A hang is a failure.
-const HANG: Duration = Duration::from_secs(120);
+pub(crate) const HANG: Duration = Duration::from_secs(120);
 
 /// A harm at the end of a phase.
 #[derive(Clone, Copy, Debug)]
@@ -202,7 +202,9 @@ impl Cell {
             !ran_early,
             "the guest at the receiver runs before the receiver was told to run it"
         );
-        let allowed = self.harm.outcomes(self.phase, stage.proxy.has_passed_commit());
+        let allowed = self
+            .harm
+            .outcomes(self.phase, self.window, stage.proxy.has_passed_commit());
         assert!(
             allowed.contains(&outcome),
             "{outcome:?} is none of {allowed:?}: {sent:#?} {:#?}",
@@ -323,17 +325,13 @@ impl Cell {
     }
 }
 
+/// What a table's row says of a cell: the exit codes of source and receiver, who runs the guest, what was compared of its RAM.
+pub(crate) struct Row(pub(crate) [String; 4]);
+
 impl Found {
-    /// The cells of a table's row.
-    pub(crate) fn row(&self, harm: Harm) -> [String; 4] {
+    pub(crate) fn row(&self, harm: Harm) -> Row {
         let source_lives = harm != Harm::Process(Blow::Killed(Side::Source));
         let (code, left, runs) = self.outcome;
-        let left = match left {
-            Left::Code(code) => code.to_string(),
-            Left::Killed => "killed".to_owned(),
-            Left::Guest => "0".to_owned(),
-            Left::Waits => "waits on".to_owned(),
-        };
         let runs = match runs {
             Runs::Source => "source",
             Runs::Receiver if code == 7 && source_lives => "receiver (source paused)",
@@ -341,19 +339,19 @@ impl Found {
             Runs::PausedAtSource => "none: source paused",
             Runs::Nobody => "none: its host was killed",
         };
-        [code.to_string(), left, runs.to_owned(), self.ram.clone()]
+        Row([code.to_string(), left.to_string(), runs.to_owned(), self.ram.clone()])
     }
 }
 
 /// Has the host at `socket` send its guest.
-fn send(folder: &Path, socket: &Path, to: &str, how: &[&str]) -> Running {
+pub(crate) fn send(folder: &Path, socket: &Path, to: &str, how: &[&str]) -> Running {
     std::fs::create_dir_all(folder).unwrap();
     let control = ["--control", socket.to_str().unwrap(), "--connect-timeout", "2s"];
     Running::source(folder, to, &[&control[..], &TIMES, how].concat())
 }
 
 /// A receiver that serves its guest at `socket`, once it is there, until it is told to quit.
-fn receiver(folder: &Path, socket: &Path, listen: &str, window: &str) -> Running {
+pub(crate) fn receiver(folder: &Path, socket: &Path, listen: &str, window: &str) -> Running {
     std::fs::create_dir_all(folder).unwrap();
     let serve = ["--control", socket.to_str().unwrap(), "--run-for", "0"];
     let ram = folder.with_file_name(RAM);
@@ -375,7 +373,7 @@ fn is_written(ram: &Path) -> bool {
 }
 
 /// What has become of a receiver, once something has.
-fn settled(receiver: &mut Running, socket: &Path) -> Option<Left> {
+pub(crate) fn settled(receiver: &mut Running, socket: &Path) -> Option<Left> {
     if let Some(code) = receiver.code() {
         return Some(Left::Code(code));
     }
@@ -383,7 +381,7 @@ fn settled(receiver: &mut Running, socket: &Path) -> Option<Left> {
 }
 
 /// Checks that the guest at a receiver runs and is whole; says how much of it was looked at.
-fn unharmed(receiver: Running, socket: &Path) -> String {
+pub(crate) fn unharmed(receiver: Running, socket: &Path) -> String {
     poll(HANG, || (state(socket).as_deref() == Some("running")).then_some(())).expect("it runs there");
     assert!(answers(socket), "the guest at the receiver does nothing");
     ask(socket, "quit", &json!({})).expect("the receiver answers").unwrap();

@@ -3,6 +3,7 @@
 use crate::phases::Phase;
 use crate::proxy::Way;
 use Way::{Down, Up};
+use std::fmt;
 
 /// One of the two processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,6 +68,17 @@ pub(crate) enum Left {
     Waits,
 }
 
+impl fmt::Display for Left {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Left::Code(code) => write!(f, "{code}"),
+            Left::Killed => f.write_str("killed"),
+            Left::Guest => f.write_str("0"),
+            Left::Waits => f.write_str("waits on"),
+        }
+    }
+}
+
 /// What may come of a cell: the exit code of the source's command, what became of the receiver, and who runs the guest.
 pub(crate) type Outcome = (i32, Left, Runs);
 
@@ -108,7 +120,7 @@ impl Harm {
 
     /// Everything that may come of it at the end of `phase`, without a window to resume in; `commit_passed`: the receiver
     /// could read that it is to run the guest.
-    pub(crate) fn outcomes(self, phase: Phase, commit_passed: bool) -> Vec<Outcome> {
+    pub(crate) fn outcomes(self, phase: Phase, _window: &str, commit_passed: bool) -> Vec<Outcome> {
         if self == Harm::Trickle {
             return vec![arrived(DONE)];
         }

@@ -6,14 +6,16 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod cell;
+mod direct;
 mod faults;
 mod host;
+mod links;
 mod phases;
 mod proxy;
 #[path = "../support/mod.rs"]
 mod support;
 
-use cell::Cell;
+use cell::{Cell, Row};
 use faults::{Blow, Harm, Side};
 use phases::Phase;
 use proxy::Way;
@@ -23,11 +25,27 @@ use std::sync::Mutex;
 /// Cells at a time, of one test: most of a cell is waiting.
 const AT_ONCE: usize = 2;
 
-/// Tries `harm` at the end of `phases`, or of all.
+/// Tries `harm` at the end of `phases`, or of all, with a guest that a host serves.
 fn matrix(harm: Harm, phases: &[Phase]) {
+    cells(harm, phases, &Phase::ALL, harm.name(), |cell| cell.run().row(harm));
+}
+
+/// The same with a guest that the source's command has started itself.
+fn directly(harm: Harm, phases: &[Phase]) {
+    let all = &Phase::ALL[2..];
+    cells(
+        harm,
+        phases,
+        all,
+        &format!("{}, no host", harm.name()),
+        Cell::run_directly,
+    );
+}
+
+fn cells(harm: Harm, phases: &[Phase], every: &[Phase], name: &str, run: impl Fn(Cell) -> Row + Sync) {
     let window = "0s";
     let all = std::env::var("PAGEFERRY_MATRIX").is_ok_and(|which| which == "all");
-    let phases = if all { &Phase::ALL[..] } else { phases };
+    let phases = if all { every } else { phases };
     let sensible = phases.iter().filter(|phase| harm.makes_sense_at(**phase));
     let left: Mutex<Vec<Phase>> = Mutex::new(sensible.rev().copied().collect());
     let failed = Mutex::new(Vec::new());
@@ -38,21 +56,21 @@ fn matrix(harm: Harm, phases: &[Phase]) {
                     let Some(phase) = left.lock().unwrap().pop() else {
                         return;
                     };
-                    let found = catch_unwind(AssertUnwindSafe(|| Cell { phase, harm, window }.run()));
+                    let found = catch_unwind(AssertUnwindSafe(|| run(Cell { phase, harm, window })));
                     let row = match found {
-                        Ok(found) => found.row(harm).join(" | "),
+                        Ok(Row(found)) => found.join(" | "),
                         Err(_) => {
                             failed.lock().unwrap().push(phase);
                             "FAILED".to_owned()
                         }
                     };
-                    println!("cell: {} | {phase:?} | {window} | {row}", harm.name());
+                    println!("cell: {name} | {phase:?} | {window} | {row}");
                 }
             });
         }
     });
     let failed = failed.into_inner().unwrap();
-    assert!(failed.is_empty(), "{} at the end of {failed:?}: see above", harm.name());
+    assert!(failed.is_empty(), "{name} at the end of {failed:?}: see above");
 }
 
 use Phase::*;
@@ -148,4 +166,41 @@ fn a_frame_to_the_source_is_damaged() {
 #[test]
 fn a_batch_header_is_damaged() {
     matrix(Harm::Batch, &[Accept, FirstPages, RoundReceived0]);
+}
+
+#[test]
+fn a_source_with_a_guest_of_its_own() {
+    directly(Harm::Process(Blow::Killed(Side::Source)), &[LaterRound, Commit]);
+    directly(Harm::Process(Blow::Killed(Side::Receiver)), &[StateEnd, CommitHeld]);
+    directly(Harm::Process(Blow::Stopped(Side::Source)), &[RoundEnd0]);
+    directly(Harm::Cut, &[FirstPages, Commit]);
+}
+
+/// A cell of another kind: over a link between two namespaces, if there can be one.
+fn over(kind: links::Kind, harm: &str, window: &str, cross: impl FnOnce(links::Ends<'_>) -> String) {
+    match links::Link::make(kind) {
+        Ok(link) => {
+            let row = cross(links::Ends::new(&link, window));
+            println!("cell: {harm} | - | {window} | {row}");
+        }
+        Err(why) => println!("SKIPPED: {harm}: {why}"),
+    }
+}
+
+#[test]
+fn a_link_of_100_mbit_per_s() {
+    over(links::Kind::Slow, "100 Mbit/s", "0s", |ends| ends.cross());
+}
+
+#[test]
+fn a_link_with_delay_that_loses_packets() {
+    over(links::Kind::Lossy, "40 ms, 1 of 200 lost", "0s", |ends| ends.cross());
+}
+
+#[test]
+fn a_link_that_is_down_for_3_s() {
+    let gap = std::time::Duration::from_secs(3);
+    over(links::Kind::Slow, "down for 3 s", "0s", |ends| {
+        ends.cross_with_a_gap(gap, "0s")
+    });
 }
