@@ -12,7 +12,9 @@ use std::process::ExitCode;
 #[command(
     name = "migrate-recv",
     version,
-    after_help = "The first line on stdout is `listening on ADDR`.\n\nExit codes: 0 the guest was handed over, 2 usage, \
+    after_help = "The first line on stdout is `listening on ADDR`.\n\nSIGINT or SIGTERM cancels the \
+                  migration, a second one without waiting for its end; once the guest is here, one that comes after its arrival \
+                  ends it.\n\nExit codes: 0 the guest was handed over, 2 usage, \
                   3 refused, 4 failed (the report tells where the outcome is unknown), 5 cancelled, 6 timed out"
 )]
 struct Arguments {

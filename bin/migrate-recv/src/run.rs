@@ -6,10 +6,12 @@
 use crate::Arguments;
 use cli::{
     After, ConsoleLine, Error, Files, GuestReport, GuestSlot, Life, Lived, Receiving, RecvFlags, ReportOut, Role,
-    Signals, say_stderr,
+    Signals, Watched, say_stderr,
 };
 use pageferry::control_socket::{ClaimedSocket, ControlListener};
-use pageferry::{Address, DestinationConfig, Ending, Finished, Guest, Listener, Migration, ReceiveOptions, Report};
+use pageferry::{
+    Abandoned, Address, DestinationConfig, Ending, Finished, Guest, Listener, Migration, ReceiveOptions, Report,
+};
 use std::time::Duration;
 
 /// How long a guest that runs until a signal has run when it checks itself for the first time.
@@ -58,9 +60,17 @@ pub(crate) fn run(arguments: Arguments) -> Result<u8, Error> {
             receiving.prepare(&incoming.config, incoming.dry_run)
         });
         let line = cli::show_progress(output.log.quiet, handle.observer());
-        let cancel = handle.canceller();
-        let Finished { outcome, guest } = signals.watch(handle.finish(), cancel).await;
+        let (cancel, abandon) = (handle.canceller(), handle.abandoner());
+        // Past Commit the guest is here and nowhere else, and does not end for signals that were meant for the migration.
+        let leaves = |abandoned| abandoned == Abandoned::Before;
+        let watched = signals.watch(handle.finish(), cancel, abandon, leaves).await;
         drop(line);
+        let Watched::Ended(Finished { outcome, guest }) = watched else {
+            ram_file.remove_if_ours();
+            // Its threads are not waited for.
+            std::mem::forget(slot);
+            return Err(early(Error::EndedAtOnce));
+        };
         match (outcome.ending, guest) {
             (Ending::Completed, Some(guest)) => {
                 if signals.forget() {

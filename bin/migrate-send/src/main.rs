@@ -16,7 +16,8 @@ use std::process::ExitCode;
     after_help = "The built-in guest and one in a file are sent at once; so is a Linux guest, unless --send-when or --send-after \
                   says otherwise. A Linux guest that could not be sent goes on here until it powers off or a signal comes; the \
                   exit code is the migration's. Its console is this terminal: Ctrl-A x ends the command, Ctrl-A Ctrl-A sends a \
-                  Ctrl-A to the guest.\n\nExit codes: 0 done, 2 usage, 3 refused (nothing was sent), 4 failed, 5 cancelled, 6 \
+                  Ctrl-A to the guest.\n\nSIGINT or SIGTERM cancels the migration and waits until the guest goes on; a second one ends \
+                  the command, and its guest, at once.\n\nExit codes: 0 done, 2 usage, 3 refused (nothing was sent), 4 failed, 5 cancelled, 6 \
                   timed out (the guest is still the source's), 7 outcome unknown (the source stays paused)"
 )]
 struct Arguments {

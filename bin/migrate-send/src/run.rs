@@ -3,9 +3,9 @@
 use crate::{Arguments, host};
 use cli::{
     Attached, ConsoleLine, Error, Files, GuestPlan, GuestReport, GuestSlot, Lived, ReportOut, Role, Signals, Started,
-    Target, say_stderr,
+    Target, Watched, say_stderr,
 };
-use pageferry::{Address, Ending, Finished, Guest, Handle, Migration, SendOptions};
+use pageferry::{Abandoned, Address, Ending, Finished, Guest, Handle, Migration, SendOptions};
 use std::time::Duration;
 
 /// How long a guest that stayed here is watched running on.
@@ -88,9 +88,17 @@ impl Sending<'_> {
         // Over a console that is on the same terminal, a bar could not be read.
         let no_bar = quiet || self.has_stdout();
         let bar = cli::show_progress(no_bar, handle.observer());
-        let (finished, harm) = watch(handle, &slot, &mut signals).await;
+        let watched = watch(handle, &slot, &mut signals).await;
         drop(bar);
-        self.after(finished, harm, slot, attached, &mut signals).await
+        match watched {
+            Watched::Ended((finished, harm)) => self.after(finished, harm, slot, attached, &mut signals).await,
+            Watched::Left(abandoned) => {
+                drop(attached);
+                // Its threads are not waited for.
+                std::mem::forget(slot);
+                Err(early(left(abandoned)))
+            }
+        }
     }
 
     /// Reports, and sees to the guest that stayed here, if one did.
@@ -227,29 +235,43 @@ async fn keep(signals: &mut Signals) {
     signals.again().await;
 }
 
+/// A source that left has no say any more in where the guest runs.
+fn left(abandoned: Abandoned) -> Error {
+    match abandoned {
+        Abandoned::Before => Error::EndedAtOnce,
+        Abandoned::After => Error::Unknown(
+            "ended at once by a second signal, after the guest was handed over: nobody here knows whether the receiver runs it"
+                .to_owned(),
+        ),
+    }
+}
+
 /// Waits for a migration's end, and asks for it when a signal comes, or when the guest has ended by itself: what is left of
 /// it is not worth sending. What it came to harm by is told beside.
-async fn watch(handle: Handle, slot: &GuestSlot, signals: &mut Signals) -> (Finished, Option<Error>) {
-    let (cancel, cancel_too) = (handle.canceller(), handle.canceller());
-    let end = signals.watch(handle.finish(), cancel);
+async fn watch(handle: Handle, slot: &GuestSlot, signals: &mut Signals) -> Watched<(Finished, Option<Error>)> {
+    let (cancel, cancel_too, abandon) = (handle.canceller(), handle.canceller(), handle.abandoner());
+    let end = signals.watch(handle.finish(), cancel, abandon, |_| true);
     tokio::pin!(end);
     if !slot.is_linux() {
-        return (end.await, None);
+        return end.await.map(|finished| (finished, None));
     }
     let ended = tokio::select! {
         biased;
-        finished = &mut end => return (finished, None),
+        watched = &mut end => return watched.map(|finished| (finished, None)),
         ended = slot.ended() => ended,
     };
     cancel_too();
-    let finished = end.await;
+    let finished = match end.await {
+        Watched::Ended(finished) => finished,
+        Watched::Left(abandoned) => return Watched::Left(abandoned),
+    };
     let harm = match ended.and_then(|ended| cli::ended_because(&ended)) {
         Ok(how) => Error::Failed(format!("the guest ended while it was being sent: {how}")),
         Err(error) => error,
     };
     // It ended after it was handed over: there is nothing here that could.
     let stayed = finished.outcome.ending != Ending::Completed;
-    (finished, stayed.then_some(harm))
+    Watched::Ended((finished, stayed.then_some(harm)))
 }
 
 /// Whether the receiver is on this machine: nothing but memory lies between.

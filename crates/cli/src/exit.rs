@@ -29,6 +29,9 @@ pub enum Error {
     /// A signal came before the migration began.
     #[error("cancelled by a signal before the migration began")]
     Cancelled,
+    /// A second signal came before the guest was handed over, and the end of the first one's cancel was not waited for.
+    #[error("ended at once by a second signal, before the guest was handed over: it is the source's")]
+    EndedAtOnce,
     /// Nobody here knows where the guest is.
     #[error("{0}")]
     Unknown(String),
@@ -41,7 +44,7 @@ impl Error {
             Error::Usage(_) => None,
             Error::Refused(_) => Some(Ending::Refused),
             Error::Failed(_) => Some(Ending::Failed),
-            Error::Cancelled => Some(Ending::Cancelled),
+            Error::Cancelled | Error::EndedAtOnce => Some(Ending::Cancelled),
             Error::Unknown(_) => Some(Ending::Unknown),
         }
     }
@@ -73,6 +76,7 @@ mod tests {
         assert_eq!(Error::Refused(String::new()).exit_code(), 3);
         assert_eq!(Error::Failed(String::new()).exit_code(), 4);
         assert_eq!(Error::Cancelled.exit_code(), 5);
+        assert_eq!(Error::EndedAtOnce.exit_code(), 5);
         assert_eq!(Error::Unknown(String::new()).exit_code(), 7);
         assert_eq!(Ending::TimedOut.exit_code(), 6);
         assert_eq!(Ending::Unknown.exit_code(), 7);

@@ -42,7 +42,7 @@ pub use progress::show_progress;
 pub use receiving::{RamFile, Receiving};
 pub use recv_flags::{After, Corrupt, PreallocFor, RecvFlags, RefuseState};
 pub use report_out::{GuestReport, ReportOut, or_warn, print_line, report_early};
-pub use runtime::{Signals, block_on};
+pub use runtime::{Signals, Watched, block_on};
 pub use sandbox::Files;
 pub use sandbox_flags::{SandboxFlags, hold_files, with_guest, with_made, with_receiver};
 pub use send_flags::{AskChoice, MAX_STREAMS, OnTimeoutChoice, SendFlags, SkipChoice, Streams, Target};

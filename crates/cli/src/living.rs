@@ -74,7 +74,24 @@ impl Life {
             Ok(Lived::Ended(_)) => "it ended by itself",
             _ => "its host failed",
         };
-        match Life::Served(serving).stop(why).await {
+        // A migration under way is cancelled, which may take its time.
+        let signalled = matches!(asked, Ok(Lived::Signal));
+        if signalled {
+            signals.forget();
+        }
+        let stopped = tokio::select! {
+            biased;
+            stopped = Life::Served(serving).stop(why) => stopped,
+            () = signals.again(), if signalled => {
+                // The guest's threads are not waited for.
+                std::mem::forget(slot.clone());
+                return Err(Error::Failed(
+                    "ended at once by a second signal; where a migration was under way, only its receiver knows how it ended"
+                        .to_owned(),
+                ));
+            }
+        };
+        match stopped {
             Ok(None) => asked,
             Ok(Some(lived)) => Ok(lived),
             Err(error) => Err(error),

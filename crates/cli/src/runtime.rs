@@ -1,6 +1,7 @@
 //! The tokio runtime of a command, and the two signals by which an operator stops it.
 
-use crate::Error;
+use crate::{Error, say_stderr};
+use pageferry::Abandoned;
 use std::future::Future;
 use std::task::{Context, Waker};
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -19,6 +20,25 @@ pub fn block_on<T>(part: impl Future<Output = Result<T, Error>>) -> Result<T, Er
     let result = runtime.block_on(part);
     runtime.shutdown_background();
     result
+}
+
+/// What [`Signals::watch`] saw.
+#[derive(Debug)]
+pub enum Watched<T> {
+    /// The end.
+    Ended(T),
+    /// A second signal: the end is not waited for.
+    Left(Abandoned),
+}
+
+impl<T> Watched<T> {
+    /// The same with another end.
+    pub fn map<U>(self, to: impl FnOnce(T) -> U) -> Watched<U> {
+        match self {
+            Watched::Ended(end) => Watched::Ended(to(end)),
+            Watched::Left(abandoned) => Watched::Left(abandoned),
+        }
+    }
 }
 
 /// SIGINT and SIGTERM, caught from the moment this is made.
@@ -96,15 +116,32 @@ impl Signals {
         }
     }
 
-    /// Waits for a migration's end, and asks for it when a signal comes.
-    pub async fn watch<T>(&mut self, end: impl Future<Output = T>, cancel: impl Fn()) -> T {
+    /// Waits for a migration's end, and asks for it when a signal comes. A second signal does not wait for that: it has the
+    /// migration `abandon`ed, and `leaves` says whether the command then goes, which depends on where the guest is.
+    pub async fn watch<T>(
+        &mut self,
+        end: impl Future<Output = T>,
+        cancel: impl Fn(),
+        abandon: impl Fn() -> Abandoned,
+        leaves: impl Fn(Abandoned) -> bool,
+    ) -> Watched<T> {
         tokio::pin!(end);
+        let mut asked = false;
         loop {
             tokio::select! {
-                ended = &mut end => return ended,
+                biased;
+                ended = &mut end => return Watched::Ended(ended),
                 signal = self.next() => {
-                    tracing::warn!("{signal}: cancelling");
-                    cancel();
+                    if asked {
+                        let abandoned = abandon();
+                        if leaves(abandoned) {
+                            return Watched::Left(abandoned);
+                        }
+                    } else {
+                        say_stderr(format_args!("{signal}: cancelling; another one ends this command at once"));
+                        cancel();
+                        asked = true;
+                    }
                 }
             }
         }
@@ -116,8 +153,12 @@ mod tests {
     use super::*;
     use rustix::process::{Signal as Number, getpid, kill_process};
 
+    /// Signals are the process's, and so is who hears them.
+    static ALONE: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
+
     #[tokio::test]
     async fn a_signal_stays_until_it_is_forgotten() {
+        let _alone = ALONE.lock().await;
         let mut signals = Signals::catch().unwrap();
         assert!(!signals.forget());
         kill_process(getpid(), Number::TERM).unwrap();
@@ -129,5 +170,49 @@ mod tests {
         kill_process(getpid(), Number::INT).unwrap();
         signals.again().await;
         assert!(signals.forget());
+    }
+
+    /// Watches something that only a second signal ends, if `leaves` lets it; gives how often it was called off.
+    async fn signalled(times: u32, abandoned: Abandoned, leaves: bool) -> (u32, Option<Abandoned>) {
+        let mut signals = Signals::catch().unwrap();
+        let (cancels, abandons) = (std::cell::Cell::new(0), std::cell::Cell::new(0));
+        let seen = std::cell::Cell::new(0);
+        let end = async {
+            for sent in 1..=times {
+                kill_process(getpid(), Number::INT).unwrap();
+                while seen.get() < sent {
+                    tokio::task::yield_now().await;
+                }
+            }
+            if leaves && times > 1 {
+                std::future::pending::<()>().await;
+            }
+        };
+        let cancel = || {
+            cancels.set(cancels.get() + 1);
+            seen.set(seen.get() + 1);
+        };
+        let abandon = || {
+            abandons.set(abandons.get() + 1);
+            seen.set(seen.get() + 1);
+            abandoned
+        };
+        let left = match signals.watch(end, cancel, abandon, |_| leaves).await {
+            Watched::Ended(()) => None,
+            Watched::Left(abandoned) => Some(abandoned),
+        };
+        assert_eq!(cancels.get() + abandons.get(), times);
+        (cancels.get(), left)
+    }
+
+    #[tokio::test]
+    async fn one_signal_asks_for_the_end_and_a_second_one_does_not_wait_for_it() {
+        let _alone = ALONE.lock().await;
+        for abandoned in [Abandoned::Before, Abandoned::After] {
+            assert_eq!(signalled(1, abandoned, true).await, (1, None));
+            assert_eq!(signalled(2, abandoned, true).await, (1, Some(abandoned)));
+            // A guest that is here and nowhere else does not end for it.
+            assert_eq!(signalled(3, abandoned, false).await, (1, None));
+        }
     }
 }

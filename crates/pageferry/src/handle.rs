@@ -2,7 +2,7 @@
 
 use crate::{Address, Guest, Incoming, Listener, ReceiveOptions, SendOptions, destination, report, source};
 use engine::{Outcome, Progress, Role};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
@@ -89,6 +89,14 @@ impl Handle {
         move || cancel.notify_one()
     }
 
+    /// A function for a process that is about to end and does not wait for [`Handle::finish`]: from then on this side does
+    /// not hand the guest over, or take it over, unless it had done so before, which the function tells. It may be called
+    /// again. A migration that goes on nevertheless does not complete.
+    pub fn abandoner(&self) -> impl Fn() -> Abandoned + Send + Sync + 'static {
+        let watch = self.watch.clone();
+        move || watch.abandon()
+    }
+
     /// A function that returns what [`Handle::progress`] does, for a progress bar's own task.
     pub fn observer(&self) -> impl Fn() -> Progress + Send + Sync + 'static {
         let watch = self.watch.clone();
@@ -107,11 +115,22 @@ impl Handle {
     }
 }
 
+/// Where a migration was when it was abandoned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Abandoned {
+    /// The guest had not been handed over, and will not be: it is surely the source's.
+    Before,
+    /// `Commit` had left the source, or come to the destination.
+    After,
+}
+
 /// What a handle and its migration share.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Watch {
     progress: Arc<Mutex<Progress>>,
     cancel: Arc<Notify>,
+    /// Unset until `Commit` leaves or comes, or the migration is abandoned: whichever is first.
+    fate: Arc<OnceLock<Abandoned>>,
 }
 
 impl Watch {
@@ -123,8 +142,32 @@ impl Watch {
         *self.progress.lock().unwrap_or_else(PoisonError::into_inner) = progress;
     }
 
+    /// `Commit` is about to leave, or has come: whether it may be acted upon.
+    pub(crate) fn may_commit(&self) -> bool {
+        *self.fate.get_or_init(|| Abandoned::After) == Abandoned::After
+    }
+
+    fn abandon(&self) -> Abandoned {
+        *self.fate.get_or_init(|| Abandoned::Before)
+    }
+
     /// Returns when somebody cancels, or has since the last time that this was asked.
     pub(crate) async fn cancelled(&self) {
         self.cancel.notified().await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commit_and_abandoning_exclude_each_other() {
+        let watch = Watch::default();
+        assert_eq!(watch.abandon(), Abandoned::Before);
+        assert!(!watch.clone().may_commit());
+        let watch = Watch::default();
+        assert!(watch.may_commit() && watch.may_commit());
+        assert_eq!(watch.clone().abandon(), Abandoned::After);
     }
 }

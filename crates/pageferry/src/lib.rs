@@ -32,6 +32,6 @@ mod worker;
 pub use address::Address;
 pub use engine::{Ask, DestinationConfig, Ending, OnTimeout, Outcome, Progress, Report, SkipSet, SourceConfig};
 pub use error::Error;
-pub use handle::{Finished, Handle, Migration};
+pub use handle::{Abandoned, Finished, Handle, Migration};
 pub use options::{Compress, Guest, Incoming, ReceiveOptions, SendOptions};
 pub use transport::Listener;

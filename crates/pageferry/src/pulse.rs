@@ -46,6 +46,11 @@ impl Pulse {
         self.watch.cancelled().await;
     }
 
+    /// Whether `Commit` may leave, or be acted upon: not once the migration was abandoned.
+    pub(crate) fn may_commit(&self) -> bool {
+        self.watch.may_commit()
+    }
+
     /// Publishes progress if the last time was a while ago.
     pub(crate) fn tick(&mut self, progress: impl FnOnce() -> Progress) {
         if self.published.is_none_or(|at| at.elapsed() >= PUBLISH_EVERY) {

@@ -293,6 +293,10 @@ impl Sending {
         match action {
             SourceAction::Transmit(message) => {
                 if matches!(message, Message::Commit(_)) {
+                    if !self.pulse.may_commit() {
+                        self.failed(Step::Control, "abandoned before the guest was handed over".to_owned());
+                        return None;
+                    }
                     tracing::info!("the guest is handed over");
                 }
                 if let Err(error) = self.control.transmit(&message) {

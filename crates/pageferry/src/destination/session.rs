@@ -134,6 +134,7 @@ impl<'a> Session<'a> {
 
     fn incoming(&mut self, incoming: Incoming) {
         let event = match incoming {
+            Incoming::Message(Message::Commit(_)) if !self.pulse.may_commit() => DestinationEvent::Cancel,
             Incoming::Message(message) => {
                 if let Message::RoundEnd { last, .. } = message {
                     self.last_round = last;
