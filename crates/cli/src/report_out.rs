@@ -284,6 +284,19 @@ fn summary(report: &Report) -> String {
             p.total, p.sent, p.zero, p.hole, p.hinted, p.ballooned, p.filled, p.resent
         ),
     );
+    let link = &report.link;
+    if link.resumed > 0 {
+        line(
+            "link",
+            format!(
+                "lost and taken up again {} time{}, {:.0} ms without one, {} sent in vain",
+                link.resumed,
+                plural(link.resumed as usize),
+                link.down_ms,
+                human_bytes(link.bytes_again)
+            ),
+        );
+    }
     if let Some(compress) = &report.compress {
         let ratio = if compress.used == "none" {
             String::new()
@@ -349,6 +362,7 @@ mod tests {
             "pages",
             "balloon",
             "rounds",
+            "link",
             "compress",
             "verified",
             "verify_ms",

@@ -288,7 +288,10 @@ pub enum SourceEvent {
         error: String,
     },
     /// See [`SourceAction::Reconnect`]: the receiver was reached again. What it has, it says in messages.
-    Reconnected,
+    Reconnected {
+        /// Bytes that all streams have written since the migration began, whether they arrived or not.
+        wire_bytes: u64,
+    },
     /// See [`SourceAction::Reconnect`]: nobody is there any more to reach, and trying again is of no use.
     Unreachable {
         /// How it looked: a clause.

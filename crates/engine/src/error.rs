@@ -54,6 +54,9 @@ pub(crate) enum Error {
     /// The control connection ended.
     #[error("the connection to the {peer} was lost: {error}")]
     Gone { peer: &'static str, error: String },
+    /// The connections ended, and the migration was not taken up again: a sentence that says both.
+    #[error("{0}")]
+    Lost(String, AbortCause),
     /// A message that has no place here.
     #[error("the {peer} sent {message} {when}: it does not follow the protocol")]
     Unexpected {
@@ -91,7 +94,7 @@ impl Error {
     /// What kind of reason it is, as the peer is told; one that the peer gave is passed on.
     pub(crate) fn cause(&self) -> AbortCause {
         match self {
-            Error::Aborted { cause, .. } => *cause,
+            Error::Aborted { cause, .. } | Error::Lost(_, cause) => *cause,
             Error::Cancelled => AbortCause::Cancelled,
             Error::TimedOut(_) | Error::Silent { .. } | Error::Stalled(_) | Error::NoAnswer { .. } => {
                 AbortCause::TimedOut
@@ -105,6 +108,7 @@ impl Error {
         !matches!(
             self,
             Error::Gone { .. }
+                | Error::Lost(..)
                 | Error::Aborted { .. }
                 | Error::Refused(_)
                 | Error::RefusedHere(_)

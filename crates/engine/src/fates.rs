@@ -19,6 +19,8 @@ pub(crate) struct Fates {
     ballooned: PageSet,
     /// Pages that were hinted or filled at some time: where `hinted_then_sent` comes from.
     ever_free: PageSet,
+    /// Pages that were told and lost with a connection: to tell them again is to send them again.
+    lost: PageSet,
     resent: u64,
 }
 
@@ -33,7 +35,8 @@ impl Fates {
             hole: empty.clone(),
             hinted: empty.clone(),
             ballooned: empty.clone(),
-            ever_free: empty,
+            ever_free: empty.clone(),
+            lost: empty,
             resent: 0,
         }
     }
@@ -43,7 +46,7 @@ impl Fates {
         for skipped in [&mut self.hole, &mut self.hinted, &mut self.ballooned] {
             skipped.remove_range(range);
         }
-        for sent in [&mut self.data, &mut self.zero, &mut self.filled] {
+        for sent in [&mut self.data, &mut self.zero, &mut self.filled, &mut self.lost] {
             self.resent += sent.remove_range(range);
         }
         match kind {
@@ -62,6 +65,38 @@ impl Fates {
             self.data.remove_range(*range);
             self.zero.insert_range(*range);
         }
+    }
+
+    /// Nobody knows whether the receiver was told of these: that did not happen. A page that was told of before, in an
+    /// earlier round, has no fate either until it is told again in this one.
+    pub(crate) fn lost(&mut self, pages: &PageSet) {
+        for told in [&mut self.data, &mut self.zero, &mut self.filled] {
+            let mut part = pages.clone();
+            part.intersect_with(told);
+            told.subtract(&part);
+            self.lost.union_with(&part);
+        }
+    }
+
+    /// Nothing was said of pages that are left out: that will be, anew.
+    pub(crate) fn forget_skips(&mut self) {
+        for skipped in [&mut self.hole, &mut self.hinted, &mut self.ballooned] {
+            skipped.clear();
+        }
+    }
+
+    /// Of `pages`, those that the receiver has by what they are.
+    pub(crate) fn told_among(&self, pages: &PageSet) -> [(wire::Arrived, PageSet); 3] {
+        let by = [
+            (wire::Arrived::Data, &self.data),
+            (wire::Arrived::Zero, &self.zero),
+            (wire::Arrived::Filled, &self.filled),
+        ];
+        by.map(|(arrived, set)| {
+            let mut part = pages.clone();
+            part.intersect_with(set);
+            (arrived, part)
+        })
     }
 
     /// A range was skipped. The caller has checked that nothing was told of its pages.

@@ -27,6 +27,12 @@ pub enum Fault {
     AnswerBeforeDiscard,
     /// Tracking stays on after a failure.
     ForgetStopTracking,
+    /// A guest that was paused when the connections were lost waits for new ones.
+    StayPausedWithoutLink,
+    /// What was in flight when the connections were lost is taken for received.
+    ForgetInFlight,
+    /// The destination keeps what it was told would be left out, and is told again.
+    KeepSkips,
 }
 
 /// What is planted.

@@ -36,7 +36,7 @@ pub use destination::Destination;
 pub use faults::Fault;
 pub use outcome::{Ending, Outcome};
 pub use progress::{Phase, Progress};
-pub use report::{BalloonReport, CompressReport, PagesReport, Report, Role, RoundReport};
+pub use report::{BalloonReport, CompressReport, LinkReport, PagesReport, Report, Role, RoundReport};
 pub use source::Source;
 
 /// A point in time: a duration since an origin that the caller chose and keeps. A source's origin is the command to

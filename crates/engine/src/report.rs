@@ -51,6 +51,9 @@ pub struct Report {
     pub streams: u16,
     /// Pages by fate.
     pub pages: PagesReport,
+    /// Connections that were lost and replaced.
+    #[serde(default)]
+    pub link: LinkReport,
     /// The question to the guest.
     pub balloon: BalloonReport,
     /// One entry a round.
@@ -85,6 +88,7 @@ impl Report {
             throughput_bytes_per_s: 0.0,
             streams: 0,
             pages: PagesReport::default(),
+            link: LinkReport::default(),
             balloon: BalloonReport {
                 dialect: "off".to_owned(),
                 why: "the migration did not come so far".to_owned(),
@@ -96,6 +100,17 @@ impl Report {
             peak_rss_bytes: 0,
         }
     }
+}
+
+/// Connections that were lost, and what that cost.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct LinkReport {
+    /// How often the migration was taken up again over new ones.
+    pub resumed: u32,
+    /// Milliseconds for which there were none.
+    pub down_ms: f64,
+    /// Bytes of batches that were written and did not arrive whole; only a source counts them.
+    pub bytes_again: u64,
 }
 
 /// Pages by fate: what the receiver was told of each page last. `sent + zero + hole + hinted + ballooned + filled` is

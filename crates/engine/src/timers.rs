@@ -15,14 +15,17 @@ pub(crate) enum Timer {
     Migration,
     /// The peer is alive and owes an answer for too long.
     Answer,
+    /// The connections are lost for too long.
+    Relink,
 }
 
-const TIMERS: [Timer; 5] = [
+const TIMERS: [Timer; 6] = [
     Timer::PeerDead,
     Timer::Ping,
     Timer::Hints,
     Timer::Migration,
     Timer::Answer,
+    Timer::Relink,
 ];
 
 /// The deadlines.

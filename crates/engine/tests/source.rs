@@ -568,7 +568,7 @@ fn the_state_leaves_behind_the_last_pages_where_the_receiver_takes_it_so() {
     };
     let last_round = |saved_first: bool| {
         let mut hand = Hand::asking(config(), 64, false);
-        hand.source.may_send_state_early();
+        hand.source.speaks(2);
         hand.round_0_over();
         hand.on(SourceEvent::Harvested(hand.set(&[])));
         hand.on(SourceEvent::Paused);

@@ -28,6 +28,8 @@ const LINGER_TIMEOUT: Duration = Duration::from_secs(1);
 /// What the peer did.
 #[derive(Debug)]
 pub(crate) enum Incoming {
+    /// A receiver has picked this version of the protocol: comes once, first.
+    Agreed(u16),
     /// It sent a message.
     Message(Message),
     /// It speaks no version of the protocol that we do: a sentence.
@@ -49,13 +51,14 @@ pub(crate) struct Control {
 }
 
 impl Control {
-    /// Takes a connection over. A source has sent its preamble and expects the answer to it first.
-    pub(crate) fn start(socket: AsyncSocket, expect_reply: bool) -> Self {
+    /// Takes a connection over, of a `version` of the protocol that was agreed on. `None`: of a source, which has sent its
+    /// preamble and awaits the answer to it first.
+    pub(crate) fn start(socket: AsyncSocket, version: Option<u16>) -> Self {
         let socket = Arc::new(socket);
         let bytes = Arc::new(AtomicU64::new(0));
         let (outgoing, queue) = mpsc::unbounded_channel();
         let (out, incoming) = mpsc::channel(AHEAD);
-        let reader = tokio::spawn(read(Arc::clone(&socket), expect_reply, out, Arc::clone(&bytes)));
+        let reader = tokio::spawn(read(Arc::clone(&socket), version, out, Arc::clone(&bytes)));
         let writer = tokio::spawn(write(socket, queue, Arc::clone(&bytes)));
         Control {
             outgoing,
@@ -123,25 +126,22 @@ async fn write(socket: Arc<AsyncSocket>, mut queue: mpsc::UnboundedReceiver<Byte
     socket.end_of_writing();
 }
 
-async fn read(socket: Arc<AsyncSocket>, expect_reply: bool, out: mpsc::Sender<Incoming>, bytes: Arc<AtomicU64>) {
-    // Of a source, nothing is offered.
-    let mut version = 0;
-    if expect_reply {
-        match read_reply(&socket).await {
-            Ok(agreed) => version = agreed,
+async fn read(socket: Arc<AsyncSocket>, version: Option<u16>, out: mpsc::Sender<Incoming>, bytes: Arc<AtomicU64>) {
+    let version = match version {
+        Some(version) => version,
+        None => match read_reply(&socket).await {
+            Ok(agreed) => {
+                send(&out, Incoming::Agreed(agreed)).await;
+                agreed
+            }
             Err(last) => {
                 send(&out, last).await;
                 return;
             }
-        }
-    }
+        },
+    };
     loop {
-        match read_message(&socket, &bytes).await {
-            Ok(Message::Offer(_)) if version < wire::PACKING_SINCE => {
-                let reason = "an Offer message, which only a receiver of version 2 or later sends".to_owned();
-                send(&out, Incoming::Malformed(reason)).await;
-                return;
-            }
+        match read_message(&socket, version, &bytes).await {
             Ok(message) => {
                 if !send(&out, Incoming::Message(message)).await {
                     return;
@@ -182,8 +182,8 @@ async fn read_reply(socket: &AsyncSocket) -> Result<u16, Incoming> {
     Ok(version)
 }
 
-/// Reads one message.
-pub(crate) async fn read_message(socket: &AsyncSocket, bytes: &AtomicU64) -> Result<Message, Incoming> {
+/// Reads one message of this version of the protocol.
+pub(crate) async fn read_message(socket: &AsyncSocket, version: u16, bytes: &AtomicU64) -> Result<Message, Incoming> {
     let mut header = [0; frame::HEADER_BYTES];
     match socket.read_full(&mut header).await {
         Ok(0) => return Err(gone("")),
@@ -192,6 +192,14 @@ pub(crate) async fn read_message(socket: &AsyncSocket, bytes: &AtomicU64) -> Res
         Err(error) => return Err(broken(&error)),
     }
     let header = frame::decode_header(&header).map_err(|e| Incoming::Malformed(e.to_string()))?;
+    let kind = header.kind();
+    if kind.since() > version {
+        return Err(Incoming::Malformed(format!(
+            "{}, which only peers of protocol version {} or later send",
+            kind.name(),
+            kind.since()
+        )));
+    }
     let mut payload = vec![0; header.payload_bytes()];
     match socket.read_full(&mut payload).await {
         Ok(n) if n < payload.len() => return Err(gone("inside a control message")),

@@ -83,6 +83,8 @@ pub enum Message {
         /// The open round: all before it are complete. Of this one everything but the pages that `Have` named comes
         /// again, `Skip`, markers and `RoundEnd` included.
         round: u32,
+        /// Bytes of batches that have arrived whole since the migration began.
+        wire_bytes: u64,
     },
 }
 

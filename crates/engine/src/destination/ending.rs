@@ -94,6 +94,7 @@ impl Destination {
                 0.0
             },
             streams: self.terms.as_ref().map_or(0, |terms| terms.streams),
+            link: self.link.report(),
             pages: rounds.map_or_else(PagesReport::default, |r| r.fates.report().told()),
             balloon: BalloonReport {
                 dialect: self

@@ -30,6 +30,13 @@ pub(super) struct Handover {
     not_running: Option<String>,
 }
 
+impl Handover {
+    /// The source takes the migration up again: it runs its guest, and will say all this anew.
+    pub(super) fn forget(&mut self) {
+        *self = Handover::default();
+    }
+}
+
 impl Destination {
     fn verifies(&self) -> bool {
         self.terms.as_ref().is_some_and(|terms| terms.verify)
@@ -116,9 +123,14 @@ impl Destination {
         }
     }
 
+    /// Not while the source is waited for: it runs its guest meanwhile.
+    fn restores_now(&self) -> bool {
+        self.state == State::Collecting && !self.link.is_down()
+    }
+
     /// Restores the machine once its state and, with `verify`, equal digests are here.
     fn restore_if_complete(&mut self) {
-        let Some(since) = self.handover.state_end.filter(|_| self.state == State::Collecting) else {
+        let Some(since) = self.handover.state_end.filter(|_| self.restores_now()) else {
             return;
         };
         if let Some(theirs) = &self.handover.theirs {

@@ -8,6 +8,8 @@
 //! any of them before Commit has come -> Abort, Discard, Finished
 //! ```
 //!
+//! Beside that the connections are there or lost ([`link`]).
+//!
 //! Invariants:
 //!
 //! - the guest is resumed after `Commit` has come and never before; after this side has given up it is never resumed,
@@ -22,6 +24,7 @@
 
 mod ending;
 mod handover;
+mod link;
 mod rounds;
 
 use crate::error::{Error, name_of, plain};
@@ -31,6 +34,7 @@ use crate::faults::Planted;
 use crate::timers::{Timer, Timers};
 use crate::{DestinationAction, DestinationConfig, DestinationEvent, Ending, Phase, Progress, Step, Time};
 use handover::Handover;
+use link::Link;
 use pages::Layout;
 use rounds::Rounds;
 use std::collections::VecDeque;
@@ -101,6 +105,7 @@ pub struct Destination {
     /// There once the machine is.
     rounds: Option<Rounds>,
     handover: Handover,
+    link: Link,
     planted: Planted,
 }
 
@@ -123,6 +128,7 @@ impl Destination {
             terms: None,
             rounds: None,
             handover: Handover::default(),
+            link: Link::default(),
             planted: Planted::default(),
         };
         destination.heard();
@@ -158,11 +164,12 @@ impl Destination {
                 self.marker(stream, round);
             }
             DestinationEvent::Failed { step, error } => self.failed(step, &error),
-            DestinationEvent::StreamGone { error } => self.failed(Step::Receive, &error),
-            DestinationEvent::PeerGone { error } => self.fail(Error::Gone {
+            DestinationEvent::StreamGone { error } => self.stream_gone(&error),
+            DestinationEvent::PeerGone { error } => self.link_lost(Error::Gone {
                 peer: PEER,
                 error: plain(&error),
             }),
+            DestinationEvent::Relinked => self.relinked(),
             DestinationEvent::Cancel => self.fail(Error::Cancelled),
             event => self.answer(event),
         }
@@ -173,7 +180,8 @@ impl Destination {
         self.now = self.now.max(now);
         while let Some(timer) = self.timers.expire(self.now) {
             match timer {
-                Timer::PeerDead => self.fail(Error::Silent {
+                Timer::Relink => self.window_passed(),
+                Timer::PeerDead => self.link_lost(Error::Silent {
                     peer: PEER,
                     after: self.config.peer_timeout,
                 }),
@@ -228,7 +236,11 @@ impl Destination {
         self.actions.push_back(action);
     }
 
+    /// While the connections are lost, nothing is said.
     fn transmit(&mut self, message: Message) {
+        if self.link.is_down() {
+            return;
+        }
         self.ping_later();
         self.push(DestinationAction::Transmit(message));
     }
@@ -238,9 +250,10 @@ impl Destination {
         self.timers.set(Timer::Ping, self.now.saturating_add(silence));
     }
 
-    /// A sign of life. Once the guest is this side's, the source's are no longer waited for.
+    /// A sign of life. Once the guest is this side's, the source's are no longer waited for; nor while the connections are
+    /// lost, when the last that came over them is still being told.
     fn heard(&mut self) {
-        if !self.committed() {
+        if !self.committed() && !self.link.is_down() {
             self.timers
                 .set(Timer::PeerDead, self.now.saturating_add(self.config.peer_timeout));
         }
@@ -268,6 +281,7 @@ impl Destination {
             }
             (State::Greeting, message) => self.unexpected(&message, "instead of Hello"),
             (_, Message::Ping) => {}
+            (State::Receiving, Message::Terms(terms)) => self.terms(terms),
             (State::Receiving, Message::Skip(skip)) => self.skip(&skip),
             (State::Receiving, Message::RoundEnd { round, last }) => self.round_end(round, last),
             (_, Message::Section(section)) if self.takes_state() => self.section(section),
@@ -383,10 +397,20 @@ impl Destination {
             }
             return;
         }
-        // Once all pages are here the source may close the data streams.
-        if step == Step::Receive && !matches!(self.state, State::Preparing | State::Receiving) {
-            return;
+        if step != Step::Receive || self.takes_pages() {
+            self.fail(Error::Step { step, error });
         }
-        self.fail(Error::Step { step, error });
+    }
+
+    fn stream_gone(&mut self, error: &str) {
+        if self.takes_pages() {
+            let (step, error) = (Step::Receive, plain(error));
+            self.link_lost(Error::Step { step, error });
+        }
+    }
+
+    /// Once all pages are here the source may close the data streams.
+    fn takes_pages(&self) -> bool {
+        matches!(self.state, State::Preparing | State::Receiving)
     }
 }

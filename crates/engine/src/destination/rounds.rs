@@ -7,7 +7,7 @@ use crate::fates::Fates;
 use crate::{DestinationAction, Phase, Progress, ReceivedRun, RoundReport, Time};
 use pages::{Layout, PageRange, PageSet};
 use std::sync::Arc;
-use wire::{Message, Skip};
+use wire::{Arrived, Message, Skip};
 
 /// Rounds that are reported: the first and the last ones, when there are more.
 const MAX_ROUND_REPORTS: usize = 1024;
@@ -169,6 +169,24 @@ impl Rounds {
         self.last_round_began = now;
         self.number = self.number.checked_add(1)?;
         Some(false)
+    }
+}
+
+impl Rounds {
+    /// The source goes on over new connections. A last round that was closed is one like any other now; of an open one
+    /// only the pages count that are here. Returns the open round's number and those pages; `None` where there are no
+    /// more numbers.
+    pub(super) fn reopen(&mut self, now: Time, keep_skips: bool) -> Option<(u32, [(Arrived, PageSet); 3])> {
+        if std::mem::take(&mut self.closed) {
+            self.number = self.number.checked_add(1)?;
+            (self.began, self.last_round_began) = (now, now);
+        }
+        self.end = None;
+        self.markers.fill(false);
+        if self.number == 0 && !keep_skips {
+            self.fates.forget_skips();
+        }
+        Some((self.number, self.fates.told_among(&self.seen)))
     }
 }
 

@@ -80,7 +80,7 @@ impl Source {
     /// Queues what is owed once nothing is under way at the guest (a harvest that is, is owed back too), and the end
     /// once all that is done.
     pub(super) fn undo_next(&mut self) {
-        let busy = !self.awaiting.is_empty() || self.actions.iter().any(SourceAction::is_on_guest);
+        let busy = self.is_busy();
         let Some(undo) = self.undo.as_mut().filter(|_| !busy) else {
             return;
         };
@@ -138,6 +138,7 @@ impl Source {
         let precopy_end = self.moments.pause.unwrap_or(end);
         let unequal = self.undo.as_ref().is_some_and(|undo| undo.unequal);
         let verified = (ending == Ending::Completed && self.config.verify && !self.config.dry_run).then_some(true);
+        let link = self.link.report();
         let wire_bytes = self.rounds.wire_bytes();
         Report {
             version: 1,
@@ -163,6 +164,7 @@ impl Source {
                 wire_bytes as f64 / end.as_secs_f64()
             },
             streams: self.config.streams,
+            link,
             pages: self.fates.report().told(),
             balloon: self.hints.report(),
             rounds: self.rounds.reports(),

@@ -27,6 +27,15 @@ pub(super) struct Switchover {
     sums: Option<Vec<u128>>,
 }
 
+impl Switchover {
+    /// Nothing of it is kept: the guest runs again.
+    pub(super) fn forget(&mut self) {
+        self.harvest_is_last = false;
+        self.state = None;
+        self.sums = None;
+    }
+}
+
 impl Source {
     /// After a harvest: another round, or the pause. There is no number of rounds after which the limit is given up;
     /// a guest that writes too fast ends with the time-out. Where nothing was written, a further round gains nothing.
@@ -37,7 +46,9 @@ impl Source {
             .switchover
             .expected_downtime
             .is_some_and(|d| d <= self.config.downtime_limit);
-        let pause = self.moments.pause.is_some() || !self.running || pending == 0 || fits;
+        let pause = self.moments.pause.is_some() || !self.running || pending == 0 || fits || self.switchover.stop_now;
+        // No guest waits paused for a link.
+        let pause = pause && !self.link.is_down();
         tracing::debug!(pending, expected = ?self.switchover.expected_downtime, pause, "harvested");
         if pause {
             self.pause();
@@ -50,7 +61,8 @@ impl Source {
     /// The time-out passed, and the guest is to be paused and the rest sent. The round under way goes on meanwhile.
     pub(super) fn stop_now(&mut self) {
         self.switchover.stop_now = true;
-        if matches!(self.state, State::Sending | State::Barrier | State::Harvesting) {
+        let under_way = matches!(self.state, State::Sending | State::Barrier | State::Harvesting);
+        if under_way && !self.link.is_down() {
             self.pause();
         }
     }
@@ -65,6 +77,10 @@ impl Source {
     }
 
     pub(super) fn saved(&mut self, state: MachineState) {
+        // Of a switchover that was given up with its connections.
+        if self.moments.pause.is_none() {
+            return;
+        }
         match check_state(&state.sections) {
             Ok(sections) => self.switchover.state = Some((state, sections)),
             Err(error) => {
@@ -79,7 +95,7 @@ impl Source {
 
     /// Whether all pages have left, for a receiver that need not say that they are there before it takes the state.
     fn all_sent_early(&self) -> bool {
-        self.early_state && self.state == State::Barrier && self.rounds.is_last()
+        self.early_state() && self.state == State::Barrier && self.rounds.is_last()
     }
 
     /// All pages have left.
@@ -90,6 +106,9 @@ impl Source {
     }
 
     pub(super) fn digested(&mut self, sums: Vec<u128>) {
+        if self.moments.pause.is_none() {
+            return;
+        }
         let began = self.moments.digest_began.unwrap_or(self.now);
         self.moments.verify = self.now.saturating_sub(began);
         self.switchover.sums = Some(sums);

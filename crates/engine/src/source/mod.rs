@@ -11,6 +11,8 @@
 //! any of them before Commit has left -> Undoing -> Finished
 //! ```
 //!
+//! Beside that the connections are there or lost ([`link`]): while they are lost nothing is sent, and the guest runs.
+//!
 //! Invariants, in the order in which breaking them would hurt:
 //!
 //! - the guest is resumed here only while no `Commit` has left, or after the destination said that it will not run it;
@@ -28,6 +30,7 @@
 mod ending;
 mod handover;
 mod hints;
+mod link;
 mod rounds;
 
 use crate::ask;
@@ -40,6 +43,7 @@ use crate::{Ask, Ending, OnTimeout, Phase, Progress, Scanned, SourceAction, Sour
 use ending::Undo;
 use handover::Switchover;
 use hints::Hints;
+use link::Link;
 use machine::MachineConfig;
 use pages::{Layout, PageSet};
 use rounds::Rounds;
@@ -161,8 +165,7 @@ pub struct Source {
     harvested: PageSet,
     switchover: Switchover,
     undo: Option<Undo>,
-    /// Whether the receiver takes the machine's state before it has said that the last round is there.
-    early_state: bool,
+    link: Link,
     planted: Planted,
 }
 
@@ -196,7 +199,7 @@ impl Source {
             harvested: PageSet::empty(&layout),
             switchover: Switchover::default(),
             undo: None,
-            early_state: false,
+            link: Link::default(),
             planted: Planted::default(),
             layout,
             config,
@@ -231,12 +234,6 @@ impl Source {
         }));
     }
 
-    /// The receiver takes the machine's state while the last pages are under way: one round trip less of downtime. For those
-    /// of protocol version 2 and later.
-    pub fn may_send_state_early(&mut self) {
-        self.early_state = true;
-    }
-
     /// Plants a fault, for tests of the tests.
     #[cfg(feature = "planted-faults")]
     pub fn plant(&mut self, fault: Fault) {
@@ -263,8 +260,10 @@ impl Source {
             }
             SourceEvent::Failed { step, error } => self.failed(step, &error),
             SourceEvent::Stalled { stream } => self.stalled(stream),
-            SourceEvent::StreamGone { error } => self.failed(Step::Send, &error),
+            SourceEvent::StreamGone { error } => self.stream_gone(&error),
             SourceEvent::PeerGone { error } => self.peer_gone(&error),
+            SourceEvent::Reconnected { wire_bytes } => self.reconnected(wire_bytes),
+            SourceEvent::Unreachable { error } => self.unreachable(&plain(&error)),
             SourceEvent::Cancel => self.cancel(),
             event => self.guest_answer(event),
         }
@@ -277,11 +276,12 @@ impl Source {
         while let Some(timer) = self.timers.expire(self.now) {
             match timer {
                 Timer::PeerDead => {
-                    self.fail(Error::Silent {
+                    self.link_lost(Error::Silent {
                         peer: PEER,
                         after: self.config.peer_timeout,
                     });
                 }
+                Timer::Relink => self.window_passed(),
                 Timer::Ping => self.transmit(Message::Ping),
                 Timer::Hints => self.hints_timed_out(),
                 Timer::Migration => self.timed_out(),
@@ -343,18 +343,24 @@ impl Source {
     /// Whatever the last event made possible.
     fn go_on(&mut self) {
         match self.state {
-            State::Sending => self.feed_streams(),
+            State::Sending if !self.link.is_down() => self.feed_streams(),
             State::Undoing => self.undo_next(),
-            _ => {}
+            State::Finished => {}
+            _ => self.reconnect_if_idle(self.is_busy()),
         }
         self.watch_answer();
+    }
+
+    /// Whether something is under way at the guest, or will be.
+    fn is_busy(&self) -> bool {
+        !self.awaiting.is_empty() || self.actions.iter().any(SourceAction::is_on_guest)
     }
 
     /// Bounds the wait for an answer of a receiver that is alive: its pings keep a guest paused no longer than that. The
     /// time runs from when this side has nothing else to do, anew for each answer.
     fn watch_answer(&mut self) {
-        let busy = !self.awaiting.is_empty() || self.actions.iter().any(SourceAction::is_on_guest);
-        let owed = self.state.owed().filter(|_| !busy);
+        let waits = !self.is_busy() && !self.link.is_down();
+        let owed = self.state.owed().filter(|_| waits);
         if owed == self.owed {
             return;
         }
@@ -390,10 +396,24 @@ impl Source {
         self.actions.push_back(action);
     }
 
+    /// While the connections are lost, nothing is said.
     fn transmit(&mut self, message: Message) {
+        if self.link.is_down() {
+            return;
+        }
+        self.ping_later();
+        self.push(SourceAction::Transmit(message));
+    }
+
+    fn ping_later(&mut self) {
         let silence = (self.config.peer_timeout / 4).min(MAX_SILENCE);
         self.timers.set(Timer::Ping, self.now.saturating_add(silence));
-        self.push(SourceAction::Transmit(message));
+    }
+
+    /// The receiver has just been heard, and has just heard us.
+    fn keep_alive(&mut self) {
+        self.heard();
+        self.ping_later();
     }
 
     fn heard(&mut self) {
@@ -408,6 +428,12 @@ impl Source {
         self.heard();
         match (self.state, message) {
             (_, Message::Ping) => {}
+            (_, Message::Have(have)) if self.link.is_down() => self.has(&have),
+            (_, Message::Resumed { round, wire_bytes }) if self.link.is_down() => self.resumed(round, wire_bytes),
+            (_, Message::Refuse { reasons }) if self.link.is_down() => {
+                self.resume_refused(&plain(&reasons.join("; ")));
+            }
+            (_, Message::Abort { reason, .. }) if self.link.is_down() => self.resume_refused(&plain(&reason)),
             (_, Message::Abort { reason, cause }) => {
                 self.peer_aborted(Error::Aborted {
                     peer: PEER,
@@ -449,6 +475,7 @@ impl Source {
             "it was a dry run: nothing was asked".clone_into(&mut self.hints.report.why);
             return self.finish(Ending::Completed, None);
         }
+        self.tell_terms();
         self.state = State::Starting;
         if self.planted.has(Fault::AskBeforeTracking) {
             self.push(SourceAction::Scan);
@@ -528,6 +555,11 @@ impl Source {
             (State::Closing, _) => {}
             // Once all pages have arrived the receiver may close the data streams.
             (State::Completing | State::AwaitingReady | State::Committing, Step::Send) => {}
+            // The guest is still paused: the undoing tries once more.
+            (_, Step::Resume) if on_guest => {
+                self.done.paused = true;
+                self.fail(Error::Step { step, error });
+            }
             (_, Step::Peek) if on_guest => self.cannot_peek(),
             (_, Step::BeginHints) if on_guest => self.cannot_ask(&error),
             _ => self.fail(Error::Step { step, error }),
@@ -535,11 +567,17 @@ impl Source {
     }
 
     fn peer_gone(&mut self, error: &str) {
-        if !matches!(self.state, State::Undoing | State::Closing) {
-            self.fail(Error::Gone {
-                peer: PEER,
-                error: plain(error),
-            });
+        self.link_lost(Error::Gone {
+            peer: PEER,
+            error: plain(error),
+        });
+    }
+
+    fn stream_gone(&mut self, error: &str) {
+        // Once all pages have arrived the receiver may close the data streams.
+        if !matches!(self.state, State::Completing | State::AwaitingReady | State::Committing) {
+            let (step, error) = (Step::Send, plain(error));
+            self.link_lost(Error::Step { step, error });
         }
     }
 
@@ -551,7 +589,7 @@ impl Source {
         );
         tracing::debug!(stream, sending, "a data stream stalls");
         if sending {
-            self.fail(Error::Stalled(self.config.peer_timeout));
+            self.link_lost(Error::Stalled(self.config.peer_timeout));
         }
     }
 
@@ -602,7 +640,7 @@ fn step_answered(event: &SourceEvent) -> Option<Step> {
         | SourceEvent::Stalled { .. }
         | SourceEvent::StreamGone { .. }
         | SourceEvent::PeerGone { .. }
-        | SourceEvent::Reconnected
+        | SourceEvent::Reconnected { .. }
         | SourceEvent::Unreachable { .. }
         | SourceEvent::Cancel => return None,
     })

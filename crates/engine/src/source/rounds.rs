@@ -4,10 +4,12 @@
 //! ascending address. What was handed to a stream is gone from the unsent pages: a hint cannot take it back, and no
 //! page is sent twice in a round.
 
+use super::link::Has;
 use super::{Source, State};
 use crate::ask::{CostWatch, Decision};
 use crate::bandwidth;
 use crate::error::Error;
+use crate::fates::Fates;
 use crate::faults::Fault;
 use crate::{Chunk, ChunkId, Content, Rechecked, RoundReport, RunKind, Scanned, SourceAction, Time};
 use pages::{Layout, PageRange, PageSet, Pfn};
@@ -48,6 +50,11 @@ pub(super) struct Rounds {
     /// Free pages that are to be filled.
     fill: PageSet,
     cursor: Pfn,
+    /// Pages of this round that a stream was given, and those of them that were to be filled.
+    handed: PageSet,
+    handed_fill: PageSet,
+    /// Of them, those in flight when the connections were lost.
+    limbo: PageSet,
     in_flight: HashMap<ChunkId, InFlight>,
     by_stream: Vec<usize>,
     next_chunk: ChunkId,
@@ -76,7 +83,10 @@ impl Rounds {
             unsent: empty.clone(),
             left: 0,
             gate: None,
-            fill: empty,
+            fill: empty.clone(),
+            handed: empty.clone(),
+            handed_fill: empty.clone(),
+            limbo: empty,
             cursor: Pfn(0),
             in_flight: HashMap::new(),
             by_stream: vec![0; usize::from(streams)],
@@ -186,8 +196,76 @@ impl Rounds {
         self.fill = pages;
     }
 
+    /// The connections are lost, and with them perhaps what was in flight.
+    pub(super) fn link_lost(&mut self) {
+        for chunk in self.in_flight.values() {
+            for range in ranges_of(&chunk.content) {
+                self.limbo.insert_range(*range);
+            }
+        }
+        self.in_flight.clear();
+        self.by_stream.fill(0);
+    }
+
+    /// The guest goes on: another round follows.
+    pub(super) fn no_longer_last(&mut self) {
+        self.last = false;
+    }
+
+    /// A time in which nothing was sent is not the link's speed.
+    pub(super) fn count_without(&mut self, outage: Time) {
+        self.first_send = self.first_send.map(|at| at.saturating_add(outage));
+    }
+
+    /// Goes on in the open round, of which the destination `has` these pages. What else was handed to a stream is unsent
+    /// again.
+    pub(super) fn take_up(&mut self, has: &Has, fates: &mut Fates, forget: bool) -> Result<(), String> {
+        let mut lost = self.handed.clone();
+        if forget {
+            lost.subtract(&self.limbo);
+        }
+        for (kind, set) in has.by_kind() {
+            if set.intersection_count(&self.handed) < set.count() {
+                return Err("a Have of pages that it was not sent in this round".to_owned());
+            }
+            lost.subtract(set);
+            // These arrived, though nobody here knew.
+            let mut unknown = set.clone();
+            unknown.intersect_with(&self.limbo);
+            for range in unknown.runs() {
+                fates.told(range, kind);
+            }
+            self.sent_pages += unknown.count();
+            self.current.sent_pages += unknown.count();
+        }
+        self.limbo.clear();
+        fates.lost(&lost);
+        self.handed.subtract(&lost);
+        let mut refill = lost.clone();
+        refill.intersect_with(&self.handed_fill);
+        self.handed_fill.subtract(&refill);
+        lost.subtract(&refill);
+        self.fill.union_with(&refill);
+        self.left += self.unsent.union_with(&lost);
+        if let Some(gate) = &mut self.gate {
+            // The guest had spoken about them.
+            gate.union_with(&lost);
+        }
+        Ok(())
+    }
+
     fn done(&self) -> bool {
         self.left == 0 && self.in_flight.is_empty() && self.gate.is_none() && self.fill.is_empty()
+    }
+
+    /// A stream gets these.
+    fn handed(&mut self, content: &Content) {
+        for range in ranges_of(content) {
+            self.handed.insert_range(*range);
+            if let Content::Fill { .. } = content {
+                self.handed_fill.insert_range(*range);
+            }
+        }
     }
 
     /// Cuts the next chunk off; `None` where nothing may be sent now.
@@ -293,6 +371,9 @@ impl Source {
         let rounds = &mut self.rounds;
         rounds.left = pending.count();
         rounds.unsent = pending;
+        rounds.handed.clear();
+        rounds.handed_fill.clear();
+        rounds.limbo.clear();
         rounds.cursor = Pfn(0);
         rounds.current = RoundReport {
             pending_pages: rounds.left,
@@ -324,6 +405,7 @@ impl Source {
             self.rounds.next_chunk += 1;
             self.rounds.first_send.get_or_insert(self.now);
             self.rounds.by_stream[usize::from(stream)] += 1;
+            self.rounds.handed(&content);
             self.rounds.in_flight.insert(
                 id,
                 InFlight {
@@ -347,6 +429,9 @@ impl Source {
 
     /// A chunk has left.
     pub(super) fn sent(&mut self, stream: u16, id: ChunkId, zero: &[PageRange], wire_bytes: u64, payload_bytes: u64) {
+        if self.link.is_down() {
+            return;
+        }
         let rounds = &mut self.rounds;
         rounds.wire_bytes += wire_bytes;
         rounds.payload_bytes += payload_bytes;
@@ -400,11 +485,12 @@ impl Source {
         let mut rest = PageSet::full(&self.layout);
         rest.subtract(&self.fates.known());
         self.skip(&mut rest, Some(self.hints.named.clone()), SkipReason::Hinted);
-        let ballooned = self.switchover.ballooned.take();
+        // Kept until the round is there: it may have to be told again over new connections.
+        let ballooned = self.switchover.ballooned.clone();
         self.skip(&mut rest, ballooned, SkipReason::Ballooned);
-        let holes = self.switchover.present.take().map(|present| {
+        let holes = self.switchover.present.as_ref().map(|present| {
             let mut holes = PageSet::full(&self.layout);
-            holes.subtract(&present);
+            holes.subtract(present);
             holes
         });
         self.skip(&mut rest, holes, SkipReason::Hole);
@@ -434,6 +520,8 @@ impl Source {
 
     /// The receiver has all of the round.
     pub(super) fn round_received(&mut self) {
+        self.link.got_through();
+        (self.switchover.present, self.switchover.ballooned) = (None, None);
         let rounds = &mut self.rounds;
         let began = rounds.first_send.unwrap_or(rounds.ended);
         let wire_bytes = rounds.current.wire_bytes;

@@ -114,7 +114,7 @@ impl Pair {
             now,
         );
         if setup.early_state {
-            source.may_send_state_early();
+            source.speaks(2);
         }
         let mut pair = Pair {
             rng,

@@ -36,11 +36,23 @@ pub(crate) struct Totals {
     /// Bytes of pages by what they were packed by: nothing, then by [`Codec::number`].
     raw: [AtomicU64; 3],
     wire: AtomicU64,
+    /// Bytes of batches that were written, whether they arrived or not.
+    written: AtomicU64,
     /// What each stream has to say at its end.
     why: Mutex<BTreeMap<u16, String>>,
 }
 
 impl Totals {
+    /// So many bytes of batches left.
+    pub(crate) fn wrote(&self, bytes: usize) {
+        self.written.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// How many did so far.
+    pub(crate) fn written(&self) -> u64 {
+        self.written.load(Ordering::Relaxed)
+    }
+
     /// The receiver takes these.
     pub(crate) fn offer(&self, codecs: u32) {
         self.offered.store(codecs, Ordering::Release);

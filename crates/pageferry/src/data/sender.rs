@@ -265,10 +265,13 @@ impl Sending<'_> {
             Some((_, bytes)) => write_out(total, sender.peer_timeout, |done| {
                 let (ahead, behind) = (done.min(head.len()), done.saturating_sub(head.len()));
                 let parts = [&head[ahead..], &bytes[behind.min(bytes.len())..]].map(IoSlice::new);
-                (&self.socket).write_vectored(&parts)
+                (&self.socket)
+                    .write_vectored(&parts)
+                    .inspect(|n| sender.totals.wrote(*n))
             }),
             None => write_out(total, sender.peer_timeout, |done| {
-                sender.ram.write_to(self.socket.as_fd(), head, &self.data, done)
+                let wrote = sender.ram.write_to(self.socket.as_fd(), head, &self.data, done);
+                wrote.inspect(|n| sender.totals.wrote(*n))
             }),
         };
         written.map_err(|e| broken_off(sender.stream, "pages were sent", &e))?;

@@ -125,11 +125,11 @@ impl Desk {
     }
 }
 
-/// Tells a source that came during another's migration that it has to wait.
-pub(super) fn turn_away(arrived: Arrived) {
-    tracing::warn!(session = %arrived.session, "a second source came during a migration, and is turned away");
+/// Tells a source that is not served now why that is.
+pub(super) fn turn_away(arrived: Arrived, why: &'static str) {
+    tracing::warn!(session = %arrived.session, why, "a source is turned away");
     tokio::spawn(async move {
-        let reasons = vec!["this receiver is busy with another migration; try again after it".to_owned()];
+        let reasons = vec![why.to_owned()];
         last_words(&arrived.socket, &Message::Refuse { reasons }).await;
     });
 }
@@ -201,7 +201,7 @@ async fn introduce(socket: AsyncSocket) -> Result<Arrival, String> {
             socket,
             since: Instant::now(),
         })),
-        ConnectionRole::Control => match read_message(&socket, &AtomicU64::new(0)).await {
+        ConnectionRole::Control => match read_message(&socket, reply.version, &AtomicU64::new(0)).await {
             Ok(first) => Ok(Arrival::Control(Arrived {
                 session,
                 version: reply.version,

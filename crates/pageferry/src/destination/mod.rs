@@ -6,11 +6,12 @@ mod session;
 use crate::handle::{Finished, Watch};
 use crate::worker::{DestinationWorker, Prepare};
 use crate::{Listener, ReceiveOptions, report};
-use desk::{Arrival, Desk};
+use desk::{Arrival, Desk, turn_away};
 use engine::{Ending, Outcome, Role};
 use session::Session;
 use std::time::Instant;
 use tracing::{Instrument, info_span};
+use wire::Message;
 
 /// Waits on `listener` for a guest, and takes it.
 pub(crate) async fn run(listener: Listener, options: ReceiveOptions, prepare: Prepare, watch: Watch) -> Finished {
@@ -59,6 +60,13 @@ async fn receive(
             arrival = desk.next() => arrival,
         };
         let guest = match arrival {
+            Arrival::Control(lost) if matches!(lost.first, Message::Resume(_)) => {
+                turn_away(
+                    lost,
+                    "this receiver knows nothing of that migration, or has given it up",
+                );
+                continue;
+            }
             Arrival::Control(guest) => guest,
             Arrival::Data(data) => {
                 desk.keep(data);

@@ -23,16 +23,25 @@ const AHEAD: usize = 256;
 /// How long the data threads may take to notice that their sockets were closed.
 const THREADS_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// What a source is told that comes during another's migration.
+const BUSY: &str = "this receiver is busy with another migration; try again after it";
+
 /// A source that is being served.
 pub(super) struct Session<'a> {
+    /// The session number that the migration began with.
     id: SessionId,
+    /// That of the connections as they are now.
+    link: SessionId,
     /// Of the protocol, as agreed on.
     version: u16,
     /// The codecs that the machine's RAM takes, as bits.
     codecs: u32,
     engine: Destination,
     first: Option<Message>,
-    control: Control,
+    /// None where the source was lost in the middle of coming back.
+    control: Option<Control>,
+    /// Control bytes of connections that were lost.
+    lost_bytes: u64,
     options: &'a ReceiveOptions,
     worker: &'a mut DestinationWorker,
     desk: &'a mut Desk,
@@ -41,10 +50,16 @@ pub(super) struct Session<'a> {
     connections: Vec<Option<DataConnection>>,
     /// The machine's RAM, once it is made, until the threads start; and by when they must.
     made: Option<(Arc<dyn GuestRam>, tokio::time::Instant)>,
+    /// The same RAM, for as long as the migration lasts.
+    ram: Option<Arc<dyn GuestRam>>,
+    /// The source has come back, and by when its streams must be here.
+    back: Option<tokio::time::Instant>,
     gate: Arc<Gate>,
     closer: Arc<Closer>,
-    out: mpsc::Sender<DestinationEvent>,
+    /// What streams say; without `out` no further stream starts, and once the last has ended all is `told`.
+    out: Option<mpsc::Sender<DestinationEvent>>,
     events: mpsc::Receiver<DestinationEvent>,
+    told: bool,
     /// Whether the source said that the open round is its last.
     last_round: bool,
     /// A data stream's failure, held back for a moment: the source's own reason may be on its way.
@@ -61,25 +76,32 @@ impl<'a> Session<'a> {
     ) -> Self {
         let started = Instant::now();
         let (out, events) = mpsc::channel(AHEAD);
+        let mut engine = Destination::new(options.destination.clone(), started.elapsed());
+        engine.speaks(arrived.version);
         let mut connections = Vec::new();
         connections.resize_with(usize::from(arrived.streams()), || None);
         Session {
             id: arrived.session,
+            link: arrived.session,
             version: arrived.version,
             codecs: 0,
-            engine: Destination::new(options.destination.clone(), started.elapsed()),
+            engine,
             first: Some(arrived.first),
-            control: Control::start(arrived.socket, false),
+            control: Some(Control::start(arrived.socket, Some(arrived.version))),
+            lost_bytes: 0,
             options,
             worker,
             desk,
             pulse: Pulse::new(watch.clone(), started),
             connections,
             made: None,
+            ram: None,
+            back: None,
             gate: Arc::default(),
             closer: Arc::default(),
-            out,
+            out: Some(out),
             events,
+            told: false,
             last_round: false,
             held: Held::default(),
         }
@@ -109,13 +131,13 @@ impl<'a> Session<'a> {
             }
             self.pulse.tick(|| self.engine.progress());
             let deadline = self.engine.poll_timeout();
-            let streams_due = self.made.as_ref().map(|(_, due)| *due);
+            let streams_due = self.made.as_ref().map(|(_, due)| *due).or(self.back);
             tokio::select! {
                 biased;
                 () = self.pulse.cancelled() => self.handle(DestinationEvent::Cancel),
-                incoming = self.control.next() => self.incoming(incoming),
+                incoming = next(&mut self.control) => self.incoming(incoming),
                 said = self.worker.next() => self.said(said),
-                Some(event) = self.events.recv() => self.event(event),
+                event = self.events.recv(), if !self.told => self.event(event),
                 arrival = self.desk.next() => self.arrival(arrival),
                 event = self.held.due() => self.handle(event),
                 () = until(streams_due) => self.streams_missing(),
@@ -146,16 +168,25 @@ impl<'a> Session<'a> {
                 error,
             },
             Incoming::Gone(error) => DestinationEvent::PeerGone { error },
+            // Only receivers answer preambles.
+            Incoming::Agreed(_) => return,
         };
         self.handle(event);
     }
 
-    fn event(&mut self, event: DestinationEvent) {
-        if let DestinationEvent::Failed { .. } | DestinationEvent::StreamGone { .. } = event {
-            tracing::debug!(?event, "a data stream failed");
-            self.held.hold(event);
-        } else {
-            self.handle(event);
+    fn event(&mut self, event: Option<DestinationEvent>) {
+        match event {
+            // The connection's end is known already.
+            Some(DestinationEvent::StreamGone { .. }) if self.back.is_some() => {}
+            Some(event @ (DestinationEvent::Failed { .. } | DestinationEvent::StreamGone { .. })) => {
+                tracing::debug!(?event, "a data stream failed");
+                self.held.hold(event);
+            }
+            Some(event) => self.handle(event),
+            None => {
+                self.told = true;
+                self.go_on_if_complete();
+            }
         }
     }
 
@@ -165,6 +196,7 @@ impl<'a> Session<'a> {
             Said::Discarded => self.handle(DestinationEvent::Discarded),
             Said::Made(ram) => {
                 let due = tokio::time::Instant::now() + self.options.handshake_timeout;
+                self.ram = Some(Arc::clone(&ram));
                 self.made = Some((ram, due));
                 self.begin_if_complete();
             }
@@ -173,12 +205,75 @@ impl<'a> Session<'a> {
 
     fn arrival(&mut self, arrival: Arrival) {
         match arrival {
-            Arrival::Data(data) if data.session == self.id => {
+            Arrival::Data(data) if data.session == self.link => {
                 self.connect(data);
                 self.begin_if_complete();
+                self.go_on_if_complete();
             }
-            Arrival::Data(data) => tracing::warn!(session = %data.session, "a data connection of no migration here"),
-            Arrival::Control(arrived) => turn_away(arrived),
+            // The control connection may be behind it.
+            Arrival::Data(data) => self.desk.keep(data),
+            Arrival::Control(arrived) => match &arrived.first {
+                Message::Resume(resume) if SessionId(resume.session) == self.id => self.comes_back(arrived),
+                _ => turn_away(arrived, BUSY),
+            },
+        }
+    }
+
+    /// The source has opened new connections. What is left of the old ones is closed, and what came over them is told to
+    /// the engine first: nothing may still be on its way into memory when the source hears what is there.
+    fn comes_back(&mut self, arrived: Arrived) {
+        if !self.engine.may_be_resumed() || arrived.version != self.version {
+            return turn_away(
+                arrived,
+                "the migration cannot be taken up again here: it is being handed over",
+            );
+        }
+        tracing::info!(session = %arrived.session, "the source comes back");
+        self.handle(DestinationEvent::PeerGone {
+            error: "the source came back over a new connection".to_owned(),
+        });
+        self.let_go();
+        self.out = None;
+        self.link = arrived.session;
+        self.control = Some(Control::start(arrived.socket, Some(arrived.version)));
+        self.back = Some(tokio::time::Instant::now() + self.options.handshake_timeout);
+        let streams = usize::from(self.engine.streams().unwrap_or(0));
+        self.connections = Vec::new();
+        self.connections.resize_with(streams, || None);
+        for data in self.desk.take_waiting(self.link) {
+            self.connect(data);
+        }
+        self.go_on_if_complete();
+    }
+
+    /// Closes the connections, without waiting for the peer.
+    fn let_go(&mut self) {
+        self.held = Held::default();
+        if let Some(control) = self.control.take() {
+            self.lost_bytes += control.bytes();
+            tokio::spawn(control.finish());
+        }
+        std::mem::take(&mut self.closer).close();
+    }
+
+    /// Once all has been told that came over the old connections, and all new streams are here.
+    fn go_on_if_complete(&mut self) {
+        let complete = self.told && self.connections.iter().all(Option::is_some);
+        if !complete || self.back.take().is_none() {
+            return;
+        }
+        let (out, events) = mpsc::channel(AHEAD);
+        (self.out, self.events, self.told) = (Some(out), events, false);
+        self.handle(DestinationEvent::Relinked);
+    }
+
+    /// The engine goes on in `round`: so do the streams.
+    fn reopen(&mut self, round: u32) {
+        self.last_round = false;
+        self.gate.open(round);
+        if let Some(ram) = self.ram.clone() {
+            // A connection that was lost may have left a part of a batch.
+            self.start_streams(&ram, round, false);
         }
     }
 
@@ -200,20 +295,34 @@ impl<'a> Session<'a> {
         }
         let Some((ram, _)) = self.made.take() else { return };
         self.codecs = if ram.copies_in() { Codec::ALL_BITS } else { 0 };
-        for data in std::mem::take(&mut self.connections).into_iter().flatten() {
-            let stream = data.stream;
-            if let Err(error) = self.start_stream(data, &ram) {
-                self.failed(Step::Prepare, format!("starting data stream {stream}: {error}"));
-                return;
-            }
+        if self.start_streams(&ram, 0, self.options.destination.memory_is_zero) {
+            self.handle(DestinationEvent::Prepared {
+                layout: Arc::clone(ram.layout()),
+                populated: ram.is_populated(),
+            });
         }
-        self.handle(DestinationEvent::Prepared {
-            layout: Arc::clone(ram.layout()),
-            populated: ram.is_populated(),
-        });
     }
 
-    fn start_stream(&self, data: DataConnection, ram: &Arc<dyn GuestRam>) -> std::io::Result<()> {
+    /// Starts a thread a stream; whether that worked.
+    fn start_streams(&mut self, ram: &Arc<dyn GuestRam>, round: u32, memory_is_zero: bool) -> bool {
+        let Some(out) = self.out.clone() else { return false };
+        for data in std::mem::take(&mut self.connections).into_iter().flatten() {
+            let stream = data.stream;
+            if let Err(error) = self.start_stream(data, ram, (round, memory_is_zero), out.clone()) {
+                self.failed(Step::Prepare, format!("starting data stream {stream}: {error}"));
+                return false;
+            }
+        }
+        true
+    }
+
+    fn start_stream(
+        &self,
+        data: DataConnection,
+        ram: &Arc<dyn GuestRam>,
+        (round, memory_is_zero): (u32, bool),
+        out: mpsc::Sender<DestinationEvent>,
+    ) -> std::io::Result<()> {
         let socket = data.socket.into_blocking()?;
         self.closer.add(&socket)?;
         let receiver = Receiver {
@@ -221,8 +330,8 @@ impl<'a> Session<'a> {
             version: data.version,
             socket,
             ram: Arc::clone(ram),
-            memory_is_zero: self.options.destination.memory_is_zero,
-            round: 0,
+            memory_is_zero,
+            round,
             headroom: Headroom::new(if ram.is_populated() {
                 0
             } else {
@@ -230,7 +339,7 @@ impl<'a> Session<'a> {
             }),
             gate: Arc::clone(&self.gate),
             closer: Arc::clone(&self.closer),
-            events: self.out.clone(),
+            events: out,
         };
         let thread = std::thread::Builder::new().name(format!("ferry-recv-{}", data.stream));
         thread.spawn(move || receiver.run())?;
@@ -238,6 +347,10 @@ impl<'a> Session<'a> {
     }
 
     fn streams_missing(&mut self) {
+        if self.back.take().is_some() {
+            tracing::warn!("the source came back without all of its streams, or the old ones do not end");
+            return self.let_go();
+        }
         self.made = None;
         let here = self.connections.iter().flatten().count();
         let error = format!(
@@ -254,9 +367,10 @@ impl<'a> Session<'a> {
             DestinationAction::Transmit(message) => {
                 if matches!(message, Message::Accept(_)) && self.version >= wire::PACKING_SINCE {
                     let offer = Message::Offer(Offer { codecs: self.codecs });
-                    if let Err(error) = self.control.transmit(&offer) {
-                        self.failed(Step::Control, error.to_string());
-                    }
+                    self.transmit(&offer);
+                }
+                if let Message::Resumed { round, .. } = message {
+                    self.reopen(round);
                 }
                 if let Message::RoundReceived { round } = message {
                     tracing::info!(round, last = self.last_round, "a round was received");
@@ -265,9 +379,7 @@ impl<'a> Session<'a> {
                         _ => self.gate.shut(),
                     }
                 }
-                if let Err(error) = self.control.transmit(&message) {
-                    self.failed(Step::Control, error.to_string());
-                }
+                self.transmit(&message);
             }
             DestinationAction::Finished(outcome) => return Some(outcome),
             action => {
@@ -283,21 +395,33 @@ impl<'a> Session<'a> {
         None
     }
 
+    /// Says something, if there is anybody to say it to.
+    fn transmit(&mut self, message: &Message) {
+        let sent = self.control.as_ref().map(|control| control.transmit(message));
+        if let Some(Err(error)) = sent {
+            self.failed(Step::Control, error.to_string());
+        }
+    }
+
     /// Closes everything of this source.
     async fn finish(self, mut outcome: Outcome) -> Outcome {
         let Session {
             control,
+            lost_bytes,
             closer,
             out,
             mut events,
             ..
         } = self;
-        let control_bytes = control.bytes();
-        if outcome.ending == Ending::Completed {
-            // The guest is here: its VMM must not wait for the source to hang up.
-            tokio::spawn(control.finish());
-        } else {
-            control.finish().await;
+        let mut control_bytes = lost_bytes;
+        if let Some(control) = control {
+            control_bytes += control.bytes();
+            if outcome.ending == Ending::Completed {
+                // The guest is here: its VMM must not wait for the source to hang up.
+                tokio::spawn(control.finish());
+            } else {
+                control.finish().await;
+            }
         }
         closer.close();
         drop(out);
@@ -307,6 +431,14 @@ impl<'a> Session<'a> {
         }
         report::complete(&mut outcome, control_bytes);
         outcome
+    }
+}
+
+/// What the source does next; never returns while it is lost.
+async fn next(control: &mut Option<Control>) -> Incoming {
+    match control {
+        Some(control) => control.next().await,
+        None => std::future::pending().await,
     }
 }
 

@@ -8,6 +8,7 @@
     missing_docs
 )]
 
+pub mod cutter;
 pub mod peer;
 pub mod stingy;
 
@@ -341,6 +342,8 @@ pub fn send_options(streams: u16) -> SendOptions {
     };
     options.source.streams = streams;
     options.source.peer_timeout = Duration::from_secs(5);
+    // A peer that dies ends the migration at once: `tests/resume.rs` has those that come back.
+    options.source.resume_window = Duration::ZERO;
     options.connect_timeout = Duration::from_secs(5);
     options
 }
@@ -348,6 +351,7 @@ pub fn send_options(streams: u16) -> SendOptions {
 pub fn receive_options() -> ReceiveOptions {
     let mut options = ReceiveOptions::default();
     options.destination.peer_timeout = Duration::from_secs(5);
+    options.destination.resume_window = Duration::ZERO;
     options.handshake_timeout = Duration::from_secs(5);
     options
 }

@@ -101,7 +101,10 @@ pub fn messages() -> Vec<Message> {
             arrived: Arrived::Zero,
             ranges: vec![range(0x10, 4)],
         }),
-        Message::Resumed { round: 7 },
+        Message::Resumed {
+            round: 7,
+            wire_bytes: 70_000,
+        },
     ]
 }
 
