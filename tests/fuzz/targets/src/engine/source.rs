@@ -90,7 +90,7 @@ impl Rig {
         };
         let mut source = Source::new(config, machine, Arc::clone(&layout), running, Time::ZERO);
         if u.arbitrary()? {
-            source.may_send_state_early();
+            source.speaks(2);
         }
         let mut guest = Guest::new(&layout);
         guest.paused = !running;
