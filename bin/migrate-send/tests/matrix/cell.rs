@@ -52,6 +52,8 @@ pub(crate) const TIMES: [&str; 2] = ["--peer-timeout", "2s"];
 const RAM: &str = "ram";
 /// How long a paused guest's RAM is watched. One that runs writes hundreds of pages.
 const MOMENT: Duration = Duration::from_millis(200);
+/// No migration is taken up again.
+pub(crate) const NO_WINDOW: &str = "0s";
 /// A hang is a failure.
 pub(crate) const HANG: Duration = Duration::from_secs(120);
 
@@ -155,25 +157,37 @@ impl Cell {
         let Harm::Process(Blow::Stopped(side)) = self.harm else {
             return;
         };
+        // With a window it sleeps for longer than the time-out, and not for so long that it is given up.
+        let given_up = !self.resumes() || self.phase >= Phase::CommitHeld;
         match side {
             Side::Source => {
                 // A receiver that waits for a source does so without end.
-                let patience = if self.may_wait() { 3 * PEER_TIMEOUT } else { HANG };
+                let given_up = given_up && !self.may_wait();
+                let patience = if given_up { HANG } else { PEER_TIMEOUT * 3 / 2 };
                 let receiver = stage.receiver.as_mut().unwrap();
                 let gave_up = poll(patience, || settled(receiver, &stage.receiver_socket));
                 assert!(
-                    gave_up.is_some() || self.may_wait(),
+                    gave_up.is_some() || !given_up,
                     "the receiver waits for a source that sleeps"
                 );
                 stage.host.as_ref().unwrap().signal(Signal::CONT);
             }
             Side::Receiver => {
                 let sending = stage.sending.as_mut().unwrap();
-                let gave_up = poll(HANG, || (!sending.is_running()).then_some(()));
-                gave_up.expect("the source waits for a receiver that sleeps");
+                let patience = if given_up { HANG } else { PEER_TIMEOUT * 3 / 2 };
+                let gave_up = poll(patience, || (!sending.is_running()).then_some(()));
+                assert!(
+                    gave_up.is_some() || !given_up,
+                    "the source waits for a receiver that sleeps"
+                );
                 stage.receiver.as_ref().unwrap().signal(Signal::CONT);
             }
         }
+    }
+
+    /// Whether a migration that lost its connections can be taken up again.
+    pub(crate) fn resumes(self) -> bool {
+        self.window != NO_WINDOW
     }
 
     /// Whether the receiver may not have believed yet that a source was there.
@@ -204,7 +218,7 @@ impl Cell {
         );
         let allowed = self
             .harm
-            .outcomes(self.phase, self.window, stage.proxy.has_passed_commit());
+            .outcomes(self.phase, self.resumes(), stage.proxy.has_passed_commit());
         assert!(
             allowed.contains(&outcome),
             "{outcome:?} is none of {allowed:?}: {sent:#?} {:#?}",
@@ -263,6 +277,23 @@ impl Cell {
         receiver.filter(|_| matches!(left, Left::Code(_))).map(Running::end)
     }
 
+    /// What a migration that was taken up again says of that; one whose connections were closed must have been.
+    fn resumed(self, sent: &Ended) -> String {
+        let link = &sent.report()["link"];
+        let times = link["resumed"].as_u64().unwrap_or(0);
+        let was_closed = !matches!(self.harm, Harm::Process(_)) && self.harm.is_of_the_link();
+        if self.resumes() && was_closed && self.phase < Phase::LastRoundEnd {
+            assert!(times > 0, "it was not taken up again: {sent:#?}");
+        }
+        match times {
+            0 => String::new(),
+            times => format!(
+                "; resumed {times}x, {} KiB again",
+                link["bytes_again"].as_u64().unwrap() >> 10
+            ),
+        }
+    }
+
     /// Has the guest, wherever it is, say that it is whole; one that stayed is sent once more before.
     fn compare(self, mut stage: Stage, outcome: Outcome, sent: &Ended) -> String {
         let (code, left, runs) = outcome;
@@ -270,7 +301,8 @@ impl Cell {
         if runs == Runs::Receiver {
             let verified = code != 0 || sent.report()["verified"] == true;
             assert!(verified, "{sent:#?}");
-            return format!("equal, {}", unharmed(receiver, &stage.receiver_socket));
+            let link = self.resumed(sent);
+            return format!("equal, {}{link}", unharmed(receiver, &stage.receiver_socket));
         }
         let address = receiver.address.clone();
         let waiting = match left {
@@ -362,7 +394,7 @@ pub(crate) fn receiver(folder: &Path, socket: &Path, listen: &str, window: &str)
 
 /// Another one where one was before: its port is free at once.
 fn receiver_again(folder: &Path, socket: &Path, address: &str) -> Running {
-    receiver(&folder.join("second"), socket, address, "0s")
+    receiver(&folder.join("second"), socket, address, NO_WINDOW)
 }
 
 /// Whether somebody writes to the RAM in this file, in a moment in which a guest that runs would.

@@ -79,7 +79,7 @@ impl Cell {
         assert_eq!(sent.code == Some(7), paused, "{sent:#?}");
         // Of a host that was killed, its client says that it does not know.
         let code = sent.code.unwrap_or(7);
-        let allowed = self.harm.outcomes(self.phase, self.window, commit_passed);
+        let allowed = self.harm.outcomes(self.phase, self.resumes(), commit_passed);
         let found = allowed.iter().any(|&(c, l, _)| (c, l) == (code, left));
         assert!(found, "{code} and {left:?} are none of {allowed:?}: {sent:#?}");
         let both = left == Left::Guest && matches!(sent.code, Some(4..=6));

@@ -118,9 +118,32 @@ impl Harm {
         }
     }
 
-    /// Everything that may come of it at the end of `phase`, without a window to resume in; `commit_passed`: the receiver
-    /// could read that it is to run the guest.
-    pub(crate) fn outcomes(self, phase: Phase, _window: &str, commit_passed: bool) -> Vec<Outcome> {
+    /// Everything that may come of it at the end of `phase`; `resumes`: there is a window to take the migration up again in;
+    /// `commit_passed`: the receiver could read that it is to run the guest.
+    pub(crate) fn outcomes(self, phase: Phase, resumes: bool, commit_passed: bool) -> Vec<Outcome> {
+        if !resumes || !self.is_of_the_link() || phase < Phase::Accept || phase >= Phase::CommitHeld {
+            return self.outcomes_without_window(phase, commit_passed);
+        }
+        let done = vec![arrived(DONE)];
+        match phase {
+            // The receiver begins to restore the machine as soon as all is there, and then it is too late.
+            Phase::LastRoundEnd | Phase::Section | Phase::StateEnd | Phase::Ready => {
+                [done, self.outcomes_without_window(phase, commit_passed)].concat()
+            }
+            _ => done,
+        }
+    }
+
+    /// Whether it is the connections that are harmed, or seem to be, and both sides live.
+    pub(crate) fn is_of_the_link(self) -> bool {
+        match self {
+            Harm::Process(Blow::Killed(_)) | Harm::Frame { .. } | Harm::Batch | Harm::Trickle => false,
+            Harm::Process(Blow::Stopped(_)) => true,
+            Harm::Cut | Harm::Reset | Harm::HalfClosed(_) | Harm::Blackhole => true,
+        }
+    }
+
+    fn outcomes_without_window(self, phase: Phase, commit_passed: bool) -> Vec<Outcome> {
         if self == Harm::Trickle {
             return vec![arrived(DONE)];
         }
@@ -158,6 +181,10 @@ impl Harm {
         // Nobody is believed before it has said what it wants.
         let may_wait = phase == Phase::Connected || (phase, self) == (Phase::Hello, Harm::Reset);
         match left {
+            // Who was stopped before it said what it wants can say so when it wakes.
+            Left::Code(_) if may_wait && matches!(self, Harm::Process(Blow::Stopped(_))) => {
+                vec![outcome, (code, Left::Waits, runs), arrived(DONE)]
+            }
             Left::Code(_) if may_wait => vec![outcome, (code, Left::Waits, runs)],
             _ => vec![outcome],
         }

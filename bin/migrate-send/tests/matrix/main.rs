@@ -6,6 +6,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod cell;
+mod cuts;
 mod direct;
 mod faults;
 mod host;
@@ -15,35 +16,56 @@ mod proxy;
 #[path = "../support/mod.rs"]
 mod support;
 
-use cell::{Cell, Row};
+use cell::{Cell, NO_WINDOW, Row};
 use faults::{Blow, Harm, Side};
 use phases::Phase;
 use proxy::Way;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 
+/// Time enough to reach a peer again on a machine that is busy.
+const WINDOW: &str = "8s";
 /// Cells at a time, of one test: most of a cell is waiting.
 const AT_ONCE: usize = 2;
 
 /// Tries `harm` at the end of `phases`, or of all, with a guest that a host serves.
 fn matrix(harm: Harm, phases: &[Phase]) {
-    cells(harm, phases, &Phase::ALL, harm.name(), |cell| cell.run().row(harm));
+    cells(harm, phases, &Phase::ALL, (harm.name(), NO_WINDOW), |cell| {
+        cell.run().row(harm)
+    });
+}
+
+/// The same with a window in which the migration can be taken up again.
+fn resumed(harm: Harm, phases: &[Phase]) {
+    let every = [
+        Accept,
+        FirstPages,
+        Hints,
+        RoundEnd0,
+        RoundReceived0,
+        LaterRound,
+        LastRoundEnd,
+        Section,
+        StateEnd,
+        Ready,
+    ];
+    cells(harm, phases, &every, (harm.name(), WINDOW), |cell| cell.run().row(harm));
 }
 
 /// The same with a guest that the source's command has started itself.
 fn directly(harm: Harm, phases: &[Phase]) {
     let all = &Phase::ALL[2..];
-    cells(
-        harm,
-        phases,
-        all,
-        &format!("{}, no host", harm.name()),
-        Cell::run_directly,
-    );
+    let name = format!("{}, no host", harm.name());
+    cells(harm, phases, all, (&name, NO_WINDOW), Cell::run_directly);
 }
 
-fn cells(harm: Harm, phases: &[Phase], every: &[Phase], name: &str, run: impl Fn(Cell) -> Row + Sync) {
-    let window = "0s";
+fn cells(
+    harm: Harm,
+    phases: &[Phase],
+    every: &[Phase],
+    (name, window): (&str, &'static str),
+    run: impl Fn(Cell) -> Row + Sync,
+) {
     let all = std::env::var("PAGEFERRY_MATRIX").is_ok_and(|which| which == "all");
     let phases = if all { every } else { phases };
     let sensible = phases.iter().filter(|phase| harm.makes_sense_at(**phase));
@@ -81,6 +103,7 @@ fn the_source_is_killed() {
         Harm::Process(Blow::Killed(Side::Source)),
         &[FirstPages, LastRoundEnd, Ready, CommitHeld, Commit],
     );
+    resumed(Harm::Process(Blow::Killed(Side::Source)), &[LaterRound]);
 }
 
 #[test]
@@ -89,6 +112,7 @@ fn the_receiver_is_killed() {
         Harm::Process(Blow::Killed(Side::Receiver)),
         &[Accept, LaterRound, Ready, CommitHeld, Commit],
     );
+    resumed(Harm::Process(Blow::Killed(Side::Receiver)), &[LaterRound]);
 }
 
 #[test]
@@ -97,6 +121,7 @@ fn the_source_is_stopped_for_longer_than_the_time_out() {
         Harm::Process(Blow::Stopped(Side::Source)),
         &[Hints, StateEnd, Ready, CommitHeld, Commit],
     );
+    resumed(Harm::Process(Blow::Stopped(Side::Source)), &[Hints, LastRoundEnd]);
 }
 
 #[test]
@@ -105,6 +130,7 @@ fn the_receiver_is_stopped_for_longer_than_the_time_out() {
         Harm::Process(Blow::Stopped(Side::Receiver)),
         &[Hello, RoundReceived0, Ready, CommitHeld, Commit],
     );
+    resumed(Harm::Process(Blow::Stopped(Side::Receiver)), &[LaterRound, Section]);
 }
 
 #[test]
@@ -113,21 +139,28 @@ fn the_link_is_cut() {
         Harm::Cut,
         &[Connected, FirstPages, LaterRound, Ready, CommitHeld, Commit],
     );
+    resumed(
+        Harm::Cut,
+        &[Accept, FirstPages, RoundEnd0, LaterRound, LastRoundEnd, Ready],
+    );
 }
 
 #[test]
 fn the_link_is_reset() {
     matrix(Harm::Reset, &[Hello, RoundEnd0, Section, Commit, Running]);
+    resumed(Harm::Reset, &[FirstPages, RoundReceived0, StateEnd]);
 }
 
 #[test]
 fn the_way_to_the_receiver_is_closed() {
     matrix(Harm::HalfClosed(Way::Up), &[FirstPages, StateEnd, CommitHeld, Commit]);
+    resumed(Harm::HalfClosed(Way::Up), &[Hints, LaterRound]);
 }
 
 #[test]
 fn the_way_to_the_source_is_closed() {
     matrix(Harm::HalfClosed(Way::Down), &[Accept, RoundEnd0, CommitHeld, Commit]);
+    resumed(Harm::HalfClosed(Way::Down), &[FirstPages, RoundEnd0]);
 }
 
 #[test]
@@ -136,6 +169,7 @@ fn nothing_crosses_any_more() {
         Harm::Blackhole,
         &[Connected, FirstPages, LastRoundEnd, CommitHeld, Commit],
     );
+    resumed(Harm::Blackhole, &[FirstPages, RoundReceived0, LastRoundEnd]);
 }
 
 #[test]
@@ -203,4 +237,23 @@ fn a_link_that_is_down_for_3_s() {
     over(links::Kind::Slow, "down for 3 s", "0s", |ends| {
         ends.cross_with_a_gap(gap, "0s")
     });
+}
+
+#[test]
+fn a_link_that_is_down_for_3_s_and_taken_up_again() {
+    let gap = std::time::Duration::from_secs(3);
+    over(links::Kind::Slow, "down for 3 s", WINDOW, |ends| {
+        ends.cross_with_a_gap(gap, WINDOW)
+    });
+}
+
+/// A guest of 256 MiB, or of so many as `PAGEFERRY_CUTS_BYTES` says.
+#[test]
+fn a_link_that_is_cut_five_times() {
+    let memory_bytes = std::env::var("PAGEFERRY_CUTS_BYTES").map_or(256 << 20, |bytes| bytes.parse().unwrap());
+    let row = cuts::cut_five_times(memory_bytes, WINDOW);
+    println!(
+        "cell: cut five times, {} MiB | - | {WINDOW} | {row}",
+        memory_bytes >> 20
+    );
 }

@@ -7,6 +7,7 @@
 use crate::faults::Harm;
 use crate::phases::{Phase, Seen};
 use rustix::net::sockopt::set_socket_linger;
+use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -99,6 +100,8 @@ pub(crate) struct Hub {
     /// The next thing of the right kind is to be damaged.
     damaging: AtomicBool,
     ended: AtomicBool,
+    /// Bytes of pages that have passed, and after how many of them all connections are cut, least first.
+    carried: Mutex<(u64, VecDeque<u64>)>,
     /// What the proxy did not understand.
     confused: Mutex<Option<String>>,
 }
@@ -130,6 +133,7 @@ impl Proxy {
             crawling: AtomicUsize::new(0),
             damaging: AtomicBool::new(false),
             ended: AtomicBool::new(false),
+            carried: Mutex::default(),
             confused: Mutex::default(),
         });
         let accepting = Arc::clone(&hub);
@@ -138,6 +142,19 @@ impl Proxy {
             accepting: Some(std::thread::spawn(move || accept(&listener, &to, &accepting))),
             address,
         }
+    }
+
+    /// One that cuts all connections each time that so many bytes of pages have passed, least first, and does no other harm.
+    pub(crate) fn cutting(to: &str, after_bytes: impl IntoIterator<Item = u64>) -> Proxy {
+        // There is nothing to cut any more at its end.
+        let proxy = Proxy::start(to, Phase::Running, Harm::Trickle, || ());
+        proxy.hub.carried.lock().unwrap().1 = after_bytes.into_iter().collect();
+        proxy
+    }
+
+    /// How many cuts of those were not made.
+    pub(crate) fn cuts_left(&self) -> usize {
+        self.hub.carried.lock().unwrap().1.len()
     }
 
     /// Waits until the harm is done; false where the migration never came so far within the time.
@@ -310,6 +327,7 @@ impl Pump<'_> {
                 self.fill(&mut pages)?;
                 self.pass(&pages)?;
                 left -= pages.len();
+                self.hub.carry(pages.len() as u64);
                 self.hub.reached(|seen| seen.pages(header.round()));
             }
             self.hub.reached(|seen| seen.batch(header.round(), header.is_marker()));
@@ -436,13 +454,7 @@ impl Hub {
         (self.act)();
         match self.harm {
             Harm::Process(_) => {}
-            Harm::Cut => {
-                for link in links {
-                    link.set(Mode::Dropped);
-                    link.close(Way::Up);
-                    link.close(Way::Down);
-                }
-            }
+            Harm::Cut => cut(&links),
             Harm::Reset => links.iter().for_each(|link| link.reset()),
             Harm::HalfClosed(way) => {
                 for link in links {
@@ -455,6 +467,16 @@ impl Hub {
             Harm::Frame { .. } | Harm::Batch => self.damaging.store(true, Ordering::SeqCst),
         }
         self.has_fired.notify_all();
+    }
+
+    /// Pages have passed: cuts what is due.
+    fn carry(&self, bytes: u64) {
+        let mut carried = self.carried.lock().unwrap();
+        carried.0 += bytes;
+        if carried.1.front().is_some_and(|at| *at <= carried.0) {
+            carried.1.pop_front();
+            cut(&self.links.lock().unwrap());
+        }
     }
 
     /// Whether the next byte goes alone; takes its time then.
@@ -486,6 +508,14 @@ impl Hub {
         if self.harm == Harm::Batch && self.damaging.swap(false, Ordering::SeqCst) {
             bytes[8] ^= 4;
         }
+    }
+}
+
+fn cut(links: &[Arc<Link>]) {
+    for link in links {
+        link.set(Mode::Dropped);
+        link.close(Way::Up);
+        link.close(Way::Down);
     }
 }
 
