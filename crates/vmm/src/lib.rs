@@ -21,6 +21,9 @@ mod boot;
 mod config;
 mod devices;
 mod error;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod guest;
 mod kvm;
 mod machine_impl;

@@ -171,7 +171,7 @@ fn answer_within(method: &str, params: &Value) -> Option<Duration> {
     Some(WITHIN + Duration::from_secs_f64(asked_ms.clamp(0.0, MOST_ASKED_MS) / 1000.0))
 }
 
-fn heard(line: &[u8]) -> Result<Heard, String> {
+pub(super) fn heard(line: &[u8]) -> Result<Heard, String> {
     let line: Line =
         serde_json::from_slice(line).map_err(|error| format!("the host's words make no sense: {error}"))?;
     match line {

@@ -25,6 +25,9 @@
 mod client;
 mod connection;
 mod controls;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod host;
 mod lines;
 mod listener;

@@ -56,23 +56,49 @@ pub(super) fn save(vm: &VmFd) -> Result<Vec<Section>> {
 
 /// Reads both sections, then sets both.
 pub(super) fn restore(vm: &VmFd, incoming: &mut Incoming<'_>) -> Result<()> {
+    let (chips, pit) = read(incoming)?;
+    for (what, chip) in chips {
+        vm.set_irqchip(&chip)
+            .map_err(|e| Error::state(IRQCHIP, format!("KVM does not take that of the {what}: {e}")))?;
+    }
+    vm.set_pit2(&pit)
+        .map_err(|e| Error::state(PIT, format!("KVM does not take it: {e}")))
+}
+
+/// The chips, each with its name, and the timer.
+pub(crate) type Read = (Vec<(&'static str, kvm_irqchip)>, kvm_pit_state2);
+
+/// Reads both sections, and checks them as far as can be without KVM.
+pub(crate) fn read(incoming: &mut Incoming<'_>) -> Result<Read> {
     let irqchip: Irqchip = incoming.take(IRQCHIP, VERSION)?;
     let chips = [
         (KVM_IRQCHIP_PIC_MASTER, "first PIC", &irqchip.pic_master),
         (KVM_IRQCHIP_PIC_SLAVE, "second PIC", &irqchip.pic_slave),
         (KVM_IRQCHIP_IOAPIC, "I/O APIC", &irqchip.ioapic),
     ]
-    .map(|(id, what, blob)| Ok::<_, Error>((what, chip(id, what, blob)?)));
+    .into_iter()
+    .map(|(id, what, blob)| Ok((what, chip(id, what, blob)?)))
+    .collect::<Result<Vec<_>>>()?;
     let pit: Pit = incoming.take(PIT, VERSION)?;
-    let pit: kvm_pit_state2 = pit.state.read(PIT, "its state")?;
+    Ok((chips, pit.state.read(PIT, "its state")?))
+}
 
-    for chip in chips {
-        let (what, chip) = chip?;
-        vm.set_irqchip(&chip)
-            .map_err(|e| Error::state(IRQCHIP, format!("KVM does not take that of the {what}: {e}")))?;
-    }
-    vm.set_pit2(&pit)
-        .map_err(|e| Error::state(PIT, format!("KVM does not take it: {e}")))
+/// Both sections, all zero.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn zeroed() -> Result<Vec<Section>> {
+    let chip = || Blob::from_bytes(vec![0; size_of::<kvm_irqchip>() - CHIP_AT]);
+    let mut ioapic = u64::from(IOAPIC_BASE).to_le_bytes().to_vec();
+    ioapic.resize(size_of::<kvm_irqchip>() - CHIP_AT, 0);
+    let irqchip = Irqchip {
+        pic_master: chip(),
+        pic_slave: chip(),
+        ioapic: Blob::from_bytes(ioapic),
+    };
+    let state = Blob::of(&kvm_pit_state2::default());
+    Ok(vec![
+        section(IRQCHIP, VERSION, &irqchip)?,
+        section(PIT, VERSION, &Pit { state })?,
+    ])
 }
 
 fn chip(id: u32, what: &str, blob: &Blob) -> Result<kvm_irqchip> {

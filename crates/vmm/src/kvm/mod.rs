@@ -16,6 +16,8 @@ mod tests;
 mod tsc;
 
 pub(crate) use blob::{Blob, hex};
+#[cfg(feature = "fuzzing")]
+pub(crate) use chips::{read as read_chips, zeroed as zeroed_chips};
 pub(crate) use features::{lacking, leaf};
 pub(crate) use host::{DEVICE, Host};
 pub(crate) use preflight::{Needs, preflight};

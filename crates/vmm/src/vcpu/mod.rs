@@ -30,6 +30,8 @@ use kvm_bindings::{CpuId, kvm_clock_data, kvm_regs, kvm_sregs};
 use kvm_ioctls::{VcpuFd, VmFd};
 use machine::Section;
 use serde::{Deserialize, Serialize};
+#[cfg(feature = "fuzzing")]
+pub(crate) use state::fuzzing;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::Builder;
@@ -228,7 +230,7 @@ impl Vcpus {
         let mut states = Vec::new();
         for index in 0..self.fds.len() {
             let state: state::State = incoming.take(&state::name(index), state::VERSION)?;
-            states.push(state.check(index, &self.host, &host_cpuid, &host_msrs)?);
+            states.push(state.check(index, self.host.xsave_bytes(), &host_cpuid, &host_msrs)?);
         }
         // The clock first: one of the MSRs has KVM tell the guest when it was zero. Without the flag that has KVM add the
         // time since, so that the clock stood still meanwhile.

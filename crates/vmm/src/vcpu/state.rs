@@ -97,8 +97,14 @@ pub(super) fn tsc_khz(vcpu: &VcpuFd) -> Option<u32> {
 }
 
 impl State {
-    /// Checks state that came in as vCPU `index`'s.
-    pub(super) fn check(self, index: usize, host: &Host, host_cpuid: &CpuId, host_msrs: &[u32]) -> Result<Checked> {
+    /// Checks state that came in as vCPU `index`'s, for a host with room for so much XSAVE state.
+    pub(super) fn check(
+        self,
+        index: usize,
+        xsave_bytes: usize,
+        host_cpuid: &CpuId,
+        host_msrs: &[u32],
+    ) -> Result<Checked> {
         let section = name(index);
         let no = |why: String| Error::state(&section, why);
         let cpuid = cpuid(&self.cpuid).map_err(no)?;
@@ -106,7 +112,7 @@ impl State {
             return Err(no(reason.clone()));
         }
         check_msrs(&self.msrs, host_msrs).map_err(no)?;
-        let room = host.xsave_bytes();
+        let room = xsave_bytes;
         let xsave = self.xsave.bytes().to_vec();
         if xsave.len() > room {
             let came = xsave.len();
@@ -229,6 +235,53 @@ fn check_msrs(msrs: &[(u32, u64)], host: &[u32]) -> std::result::Result<(), Stri
 fn tsc_first(mut msrs: Vec<(u32, u64)>) -> Vec<(u32, u64)> {
     msrs.sort_by_key(|(number, _)| *number != msrs::TSC);
     msrs
+}
+
+/// A section that is read and checked without KVM, for the fuzz targets.
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing {
+    use super::{Blob, Result, State, VERSION, name};
+    use crate::state::{Incoming, section};
+    use kvm_bindings::{CpuId, kvm_cpuid_entry2};
+    use machine::Section;
+
+    /// Room for XSAVE state, and MSRs, of the host that a section is checked for.
+    const XSAVE_BYTES: usize = 4096;
+    const MSRS: [u32; 3] = [0x10, 0x6e0, 0xc000_0080];
+
+    /// The section of a vCPU whose registers are all zero.
+    pub(crate) fn zeroed() -> Result<Section> {
+        let state = State {
+            cpuid: vec![[0, 0, 0, 1, 2, 3, 4]],
+            tsc_khz: Some(1_000_000),
+            mp_state: Blob::of(&kvm_bindings::kvm_mp_state::default()),
+            regs: Blob::of(&kvm_bindings::kvm_regs::default()),
+            sregs: Blob::of(&kvm_bindings::kvm_sregs::default()),
+            xsave: Blob::from_bytes(vec![0; XSAVE_BYTES]),
+            xcrs: Blob::of(&kvm_bindings::kvm_xcrs::default()),
+            debugregs: Blob::of(&kvm_bindings::kvm_debugregs::default()),
+            lapic: Blob::of(&kvm_bindings::kvm_lapic_state::default()),
+            msrs: MSRS.iter().map(|msr| (*msr, 0)).collect(),
+            events: Blob::of(&kvm_bindings::kvm_vcpu_events::default()),
+        };
+        section(name(0), VERSION, &state)
+    }
+
+    /// Takes it, and checks it.
+    pub(crate) fn check(incoming: &mut Incoming<'_>) -> Result<()> {
+        let state: State = incoming.take(&name(0), VERSION)?;
+        let all = kvm_cpuid_entry2 {
+            eax: u32::MAX,
+            ebx: u32::MAX,
+            ecx: u32::MAX,
+            edx: u32::MAX,
+            ..Default::default()
+        };
+        let host = CpuId::from_entries(&[all]).map_err(|e| crate::Error::state(name(0), format!("{e:?}")))?;
+        let checked = state.check(0, XSAVE_BYTES, &host, &MSRS)?;
+        assert!(checked.msr_numbers().len() <= MSRS.len());
+        Ok(())
+    }
 }
 
 #[cfg(test)]

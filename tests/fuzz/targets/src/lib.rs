@@ -7,12 +7,19 @@
 #![expect(clippy::expect_used, reason = "a panic is how a target tells of a finding")]
 
 mod balloon;
+mod device_state;
 mod engine;
+mod json;
+mod layout_and_free_map;
+mod report_parsing;
 mod unpack;
 mod wire_decode;
 
 pub use self::balloon::{balloon_bitmap, balloon_bitmap_rfc, balloon_standard};
 pub use self::engine::{destination_engine, source_engine};
+pub use device_state::device_state;
+pub use layout_and_free_map::layout_and_free_map;
+pub use report_parsing::report_parsing;
 pub use unpack::unpack;
 pub use wire_decode::wire_decode;
 
@@ -25,6 +32,9 @@ pub const TARGETS: &[Target] = &[
     ("balloon_bitmap_rfc", balloon_bitmap_rfc),
     ("balloon_standard", balloon_standard),
     ("destination_engine", destination_engine),
+    ("device_state", device_state),
+    ("layout_and_free_map", layout_and_free_map),
+    ("report_parsing", report_parsing),
     ("source_engine", source_engine),
     ("unpack", unpack),
     ("wire_decode", wire_decode),

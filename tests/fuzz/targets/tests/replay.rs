@@ -61,6 +61,9 @@ replayed! {
     balloon_bitmap_rfc
     balloon_standard
     destination_engine
+    device_state
+    layout_and_free_map
+    report_parsing
     source_engine
     unpack
     wire_decode
