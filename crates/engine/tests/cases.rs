@@ -1,11 +1,9 @@
 //! Faults that others have met, by the number of their report, as runs of both sides.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 
-mod pair;
-
 use engine::{Ask, Ending, OnTimeout, Phase, SkipSet, Step};
+use faults::{Control, Mishaps, Pair, Setup};
 use pages::{Layout, PageRange, Pfn};
-use pair::{Control, Mishaps, Pair, Setup};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -334,7 +332,7 @@ fn case_34_poison_is_filled_costs_no_content_and_is_not_written_by_us_asking() {
     finish(&mut pair);
     let pages = pair.source_end.as_ref().unwrap().report.pages;
     assert!(pages.filled > 100 && pages.hinted == 0, "{pages:?}");
-    assert!(pair.copy.ram.contains(&pair::POISON));
+    assert!(pair.copy.ram.contains(&faults::POISON));
 }
 
 #[test]

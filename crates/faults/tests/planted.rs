@@ -1,12 +1,10 @@
 //! The tests are tested: each planted fault must be caught by the laws that `invariants.rs` holds every run to.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 
-mod pair;
-
-use engine::{Ending, Fault};
+use engine::Ending;
 use std::time::Duration;
 
-use pair::{Mishaps, Pair, Rng, Setup};
+use faults::{Fault, Mishaps, Pair, Rng, Setup};
 
 /// Runs seeds with the fault planted until one breaks a law; which law.
 fn caught(fault: Fault, mishaps: impl Fn(&mut Rng) -> Mishaps) -> String {

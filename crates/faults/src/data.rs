@@ -1,7 +1,8 @@
 //! The data plane as a model: each stream sends its chunks in order, a few pages at a time as they are at that moment,
 //! and delivers them in order some time later.
 
-use super::{Control, Pair, kind_of};
+use crate::guest::POISON;
+use crate::pair::{Control, Pair, kind_of};
 use engine::{Chunk, Content, DestinationEvent, ReceivedRun, RunKind, SourceEvent, Step};
 use pages::{Layout, PageRange, PageSet, Pfn};
 use std::collections::VecDeque;
@@ -35,22 +36,22 @@ enum Parcel {
 
 /// One stream: what it has to send, and what is on its way.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Stream {
+pub(crate) struct Stream {
     outgoing: VecDeque<Item>,
     link: VecDeque<Parcel>,
     broken: bool,
 }
 
 impl Stream {
-    pub(super) fn may_send(&self) -> bool {
+    pub(crate) fn may_send(&self) -> bool {
         !self.outgoing.is_empty() && !self.broken
     }
 
-    pub(super) fn may_arrive(&self) -> bool {
+    pub(crate) fn may_arrive(&self) -> bool {
         !self.link.is_empty()
     }
 
-    pub(super) fn hand(&mut self, chunk: Chunk) {
+    pub(crate) fn hand(&mut self, chunk: Chunk) {
         let (Content::Pages(ranges) | Content::Fill { ranges, .. }) = &chunk.content;
         let rest = ranges.iter().copied().collect();
         self.outgoing.push_back(Item::Chunk(Sending {
@@ -62,14 +63,14 @@ impl Stream {
         }));
     }
 
-    pub(super) fn end_round(&mut self, round: u32) {
+    pub(crate) fn end_round(&mut self, round: u32) {
         self.outgoing.push_back(Item::Marker(round));
     }
 }
 
 impl Pair {
     /// A stream sends a batch or a marker.
-    pub(super) fn stream_sends(&mut self, k: usize) {
+    pub(crate) fn stream_sends(&mut self, k: usize) {
         if self.destination_end.is_some() && self.to_source.iter().any(|c| matches!(c, Control::Gone)) {
             // The peer has closed: the stream notices before or after the control connection does.
             self.streams[k].broken = true;
@@ -120,7 +121,7 @@ impl Pair {
     fn read(&mut self, sending: &mut Sending, range: PageRange) -> Vec<(ReceivedRun, Vec<u64>)> {
         let skip_zero = self.setup.source.skip.zero;
         if matches!(sending.chunk.content, Content::Fill { .. }) {
-            let poison = vec![super::POISON; range.count() as usize];
+            let poison = vec![POISON; range.count() as usize];
             return vec![(
                 ReceivedRun {
                     range,
@@ -153,7 +154,7 @@ impl Pair {
     }
 
     /// A stream delivers: the pages are in memory, then the engine is told.
-    pub(super) fn stream_arrives(&mut self, k: usize) {
+    pub(crate) fn stream_arrives(&mut self, k: usize) {
         let Some(parcel) = self.streams[k].link.pop_front() else {
             return;
         };
@@ -179,7 +180,7 @@ impl Pair {
     }
 
     /// Puts versions into the destination's memory.
-    pub(super) fn put(&mut self, range: PageRange, version: impl Fn(usize) -> u64) {
+    pub(crate) fn put(&mut self, range: PageRange, version: impl Fn(usize) -> u64) {
         let first = self.setup.guest.layout.index_of(range.start()).unwrap() as usize;
         for i in 0..range.count() as usize {
             self.copy.ram[first + i] = version(i);
@@ -188,7 +189,7 @@ impl Pair {
 }
 
 /// Digests of versions, cut as `--verify` cuts RAM.
-pub(super) fn digests(ram: &[u64], excluded: &PageSet, chunk_pages: u64) -> Vec<u128> {
+pub(crate) fn digests(ram: &[u64], excluded: &PageSet, chunk_pages: u64) -> Vec<u128> {
     let layout: &Layout = excluded.layout();
     let mut sums = Vec::new();
     for region in layout.regions() {

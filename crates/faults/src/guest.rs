@@ -3,7 +3,7 @@
 //! Version 0 reads as zero. A free page that is written is no longer free; a page that is freed keeps its version, which
 //! from then on is nobody's.
 
-use super::rng::Rng;
+use crate::rng::Rng;
 use engine::{Peeked, Rechecked, Scanned};
 use machine::{Answer, BalloonCounts, GuestMemoryStats};
 use pages::{Layout, PageRange, PageSet};

@@ -1,12 +1,20 @@
 //! What a run is made of, drawn from a seed or set by a test.
 
-use super::guest::Make;
-use super::rng::Rng;
-use engine::{Ask, DestinationConfig, Fault, OnTimeout, SkipSet, SourceConfig};
+use crate::guest::Make;
+use crate::rng::Rng;
+use engine::{Ask, DestinationConfig, OnTimeout, SkipSet, SourceConfig};
 use machine::{BalloonConfig, MachineConfig, MachineState, Section};
 use pages::{Layout, PageRange, Pfn};
 use std::sync::Arc;
 use std::time::Duration;
+
+#[cfg(feature = "planted")]
+pub use engine::Fault;
+
+/// Faults that can be planted: none without the feature `planted`.
+#[cfg(not(feature = "planted"))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {}
 
 /// All of a run.
 #[derive(Clone, Debug)]
@@ -148,7 +156,7 @@ impl Setup {
     }
 
     pub fn state(&self) -> MachineState {
-        let mut state = super::state();
+        let mut state = crate::state();
         for (name, bytes) in &self.more_state {
             state.sections.push(Section {
                 name: (*name).to_owned(),

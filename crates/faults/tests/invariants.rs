@@ -1,10 +1,8 @@
 //! What must hold in every run: thousands of runs by seed, and a failure at every place where one can happen.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 
-mod pair;
-
 use engine::{Ending, OnTimeout, Step};
-use pair::{Mishaps, Pair, Setup};
+use faults::{Mishaps, Pair, Rng, Setup};
 
 const MOST_STEPS: usize = 60_000;
 
@@ -60,7 +58,7 @@ fn every_run_without_a_mishap_completes_with_equal_ram() {
 #[test]
 fn random_mishaps_leave_one_guest() {
     for seed in 0..3000 {
-        let mut rng = pair::Rng::new(seed ^ 0x77);
+        let mut rng = Rng::new(seed ^ 0x77);
         let mut draw = |n: u64, most: u64| rng.one_in(n).then(|| rng.below(most) as usize);
         let mishaps = Mishaps {
             source_action: draw(3, 20),

@@ -1,29 +1,10 @@
-//! A source and a destination in virtual time, over links that delay and interleave by seed, with a model of the guest.
-//!
-//! The model knows the laws that must hold at every step; a breach of one is noted, and [`Pair::verdict`] tells. One step
-//! does one thing, picked by the seed among all that may happen: a message arrives, a stream sends or delivers a batch,
-//! an action on the guest is carried out, the guest writes or answers. Where nothing but the guest may go on, time jumps
-//! to the next timer.
-// Each test file uses a part of this; page numbers of a model fit anything.
-#![allow(
-    dead_code,
-    unreachable_pub,
-    missing_docs,
-    unused_imports,
-    clippy::cast_possible_truncation
-)]
+//! Both sides and all between; see the crate's documentation.
 
-mod data;
-mod guest;
-mod laws;
-mod rng;
-mod setup;
-
-pub use guest::{GARBAGE, Guest, Make, POISON};
-pub use rng::Rng;
-pub use setup::Setup;
-
-use data::Stream;
+use crate::data::{self, Stream};
+use crate::guest::{GARBAGE, Guest};
+use crate::laws;
+use crate::rng::Rng;
+use crate::setup::Setup;
 use engine::{
     Destination, DestinationAction, DestinationEvent, Outcome, RunKind, Source, SourceAction, SourceEvent, Step, Time,
 };
@@ -82,7 +63,7 @@ pub struct Pair {
     /// When the digests under way are done.
     source_digest: Option<Time>,
     destination_digest: Option<Time>,
-    streams: Vec<Stream>,
+    pub(crate) streams: Vec<Stream>,
     pub source_end: Option<Outcome>,
     pub destination_end: Option<Outcome>,
     pub mishaps: Mishaps,
@@ -94,7 +75,7 @@ pub struct Pair {
     pub done: Vec<Step>,
     pub failed_steps: Vec<Step>,
     cut: bool,
-    laws: laws::Laws,
+    pub(crate) laws: laws::Laws,
     pub breaches: Vec<String>,
 }
 
@@ -147,6 +128,7 @@ impl Pair {
             breaches: Vec::new(),
             setup,
         };
+        #[cfg(feature = "planted")]
         if let Some(fault) = pair.setup.fault {
             pair.source.plant(fault);
             pair.destination.plant(fault);
@@ -539,7 +521,7 @@ pub fn set_of(layout: &std::sync::Arc<pages::Layout>, indices: &[u64]) -> PageSe
 }
 
 /// The kinds of a run as the model sends them.
-fn kind_of(version: u64, skip_zero: bool) -> RunKind {
+pub(crate) fn kind_of(version: u64, skip_zero: bool) -> RunKind {
     if version == 0 && skip_zero {
         RunKind::Zero
     } else {

@@ -1,6 +1,7 @@
 //! The laws: what must hold at every step, and at the end.
 
-use super::{Copy, GARBAGE, Guest, POISON, Pair};
+use crate::guest::{GARBAGE, Guest, POISON};
+use crate::pair::{Copy, Pair};
 use engine::{Chunk, Content, Ending, SourceAction, Step};
 use pages::{Layout, PageSet};
 use std::sync::Arc;
@@ -8,7 +9,7 @@ use wire::Message;
 
 /// What the laws remember.
 #[derive(Debug)]
-pub(super) struct Laws {
+pub(crate) struct Laws {
     /// The round that chunks are of, and the pages that were handed out in it.
     round: u32,
     handed: PageSet,
@@ -16,7 +17,7 @@ pub(super) struct Laws {
 }
 
 impl Laws {
-    pub(super) fn new(layout: &Arc<Layout>) -> Self {
+    pub(crate) fn new(layout: &Arc<Layout>) -> Self {
         Laws {
             round: 0,
             handed: PageSet::empty(layout),
@@ -24,14 +25,14 @@ impl Laws {
         }
     }
 
-    pub(super) fn source_hears(&mut self, message: &Message) {
+    pub(crate) fn source_hears(&mut self, message: &Message) {
         if let Message::RoundReceived { round } = message {
             self.received = Some(*round);
         }
     }
 
     /// A page once in a round; a round only after the destination has the one before.
-    pub(super) fn chunk(&mut self, chunk: &Chunk) -> Option<String> {
+    pub(crate) fn chunk(&mut self, chunk: &Chunk) -> Option<String> {
         if chunk.round != self.round {
             if chunk.round != self.round + 1 || self.received != Some(self.round) {
                 return Some(format!(
@@ -52,7 +53,7 @@ impl Laws {
     }
 
     /// The safe order of free-page skipping.
-    pub(super) fn source_action(&self, action: &SourceAction, guest: &Guest, done: &[Step]) -> Option<String> {
+    pub(crate) fn source_action(&self, action: &SourceAction, guest: &Guest, done: &[Step]) -> Option<String> {
         match action {
             SourceAction::Scan if !guest.tracking => Some("a scan before tracking was on".to_owned()),
             SourceAction::BeginHints { .. } if !guest.tracking => Some("the guest asked before tracking".to_owned()),
@@ -70,14 +71,14 @@ impl Laws {
 }
 
 impl Pair {
-    pub(super) fn check_step(&mut self) {
+    pub(crate) fn check_step(&mut self) {
         if self.guest.running && self.copy.running {
             self.breach("both copies run".to_owned());
         }
     }
 
     /// The destination's RAM is the source's, but for pages that the guest itself calls free; those are clean.
-    pub(super) fn check_ram(&mut self) {
+    pub(crate) fn check_ram(&mut self) {
         for i in 0..self.copy.ram.len() {
             let (here, there) = (self.guest.ram[i], self.copy.ram[i]);
             if !self.guest.free[i] && here != there {
@@ -201,7 +202,7 @@ impl Pair {
 }
 
 /// Whoever hears that the guest does not run here resumes it: by then no part of this copy may.
-pub(super) fn destination_says(message: &Message, copy: &Copy) -> Option<String> {
+pub(crate) fn destination_says(message: &Message, copy: &Copy) -> Option<String> {
     let early = matches!(message, Message::NotRunning(_)) && !copy.discarded;
     early.then(|| "NotRunning before the destination's copy was gone".to_owned())
 }
