@@ -11,6 +11,7 @@ use cli::{
 use pageferry::control_socket::{ClaimedSocket, ControlListener};
 use pageferry::{
     Abandoned, Address, DestinationConfig, Ending, Finished, Guest, Listener, Migration, ReceiveOptions, Report,
+    Security,
 };
 use std::time::Duration;
 
@@ -30,6 +31,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<u8, Error> {
         .parse()
         .map_err(|error| Error::Usage(format!("--listen: {error}")))?;
     flags.check()?;
+    let security = flags.security.plan("--listen", &listen, None)?;
     out.check()?;
     let console = ConsoleLine::new(flags.console.as_deref(), None)?;
     sandbox.enter(&cli::with_receiver(cli::with_made(Files::new(), out.file()), &flags));
@@ -54,7 +56,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<u8, Error> {
             early(error)
         })?;
 
-        let options = options(&flags);
+        let options = options(&flags, security);
         let mut receiving = receiving;
         let handle = Migration::receive(listener, options, move |incoming| {
             receiving.prepare(&incoming.config, incoming.dry_run)
@@ -118,7 +120,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<u8, Error> {
     })
 }
 
-fn options(flags: &RecvFlags) -> ReceiveOptions {
+fn options(flags: &RecvFlags, security: Security) -> ReceiveOptions {
     ReceiveOptions {
         destination: DestinationConfig {
             peer_timeout: flags.peer_timeout,
@@ -128,6 +130,7 @@ fn options(flags: &RecvFlags) -> ReceiveOptions {
             ..DestinationConfig::default()
         },
         max_memory: flags.max_memory.map(|size| size.0),
+        security,
         ..ReceiveOptions::default()
     }
 }

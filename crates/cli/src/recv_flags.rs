@@ -1,7 +1,7 @@
 //! The flags of a receiver, and what they mean together.
 
 use crate::units::{Size, parse_duration};
-use crate::{DirtyTrackerChoice, Error};
+use crate::{DirtyTrackerChoice, Error, SecurityFlags};
 use clap::{Args, ValueEnum};
 use pages::PAGE_BYTES;
 use std::path::PathBuf;
@@ -88,6 +88,9 @@ pub struct RecvFlags {
     /// For tests: a Linux guest's state refuses to be restored, or to be saved again
     #[arg(long, hide = true, value_name = "WHAT")]
     pub refuse_state: Option<RefuseState>,
+    /// Who may send a guest. Last: its heading would hold for what follows.
+    #[command(flatten)]
+    pub security: SecurityFlags,
 }
 
 /// What `--prealloc` populates for.

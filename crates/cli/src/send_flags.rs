@@ -2,7 +2,7 @@
 
 use crate::host_flags::{HostFlags, Request};
 use crate::units::{parse_bandwidth, parse_duration};
-use crate::{BalloonChoice, Error, GuestFlags, GuestKind};
+use crate::{BalloonChoice, Error, GuestFlags, GuestKind, SecurityFlags};
 use clap::{Args, ValueEnum};
 use engine::{Ask, OnTimeout, SkipSet, SourceConfig};
 use pageferry::{Address, Compress};
@@ -151,6 +151,12 @@ pub struct SendFlags {
     /// Only run both sides' checks: exits 0 if both agree, 3 if one refuses, 4 if no receiver answers
     #[arg(long)]
     pub dry_run: bool,
+    /// The name that the receiver's certificate must have [default: the host of --to]
+    #[arg(long, value_name = "NAME", help_heading = "Security")]
+    pub tls_name: Option<String>,
+    /// How what crosses is protected.
+    #[command(flatten)]
+    pub security: SecurityFlags,
     /// What to do with a running guest beside sending it. Last: its heading would hold for what follows.
     #[command(flatten)]
     pub host: HostFlags,

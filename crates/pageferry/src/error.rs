@@ -56,9 +56,17 @@ pub enum Error {
     /// Settings that cannot work.
     #[error("{0}")]
     Options(String),
+    /// One of the two sides does not take the other: what is wrong, in a sentence.
+    #[error("{0}")]
+    Refused(String),
 }
 
 impl Error {
+    /// Whether somebody said no, rather than something having failed.
+    pub(crate) fn is_refusal(&self) -> bool {
+        matches!(self, Error::Refused(_) | Error::Options(_))
+    }
+
     pub(crate) fn io(doing: impl Into<String>, source: io::Error) -> Self {
         Error::Io {
             doing: doing.into(),

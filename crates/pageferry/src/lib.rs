@@ -25,6 +25,7 @@ mod handle;
 mod options;
 mod pulse;
 mod report;
+mod security;
 mod source;
 mod transport;
 mod worker;
@@ -34,4 +35,5 @@ pub use engine::{Ask, DestinationConfig, Ending, OnTimeout, Outcome, Progress, R
 pub use error::Error;
 pub use handle::{Abandoned, Finished, Handle, Migration};
 pub use options::{Compress, Guest, Incoming, ReceiveOptions, SendOptions};
+pub use security::{Security, Tls, TlsFiles, TlsPem, Token};
 pub use transport::Listener;

@@ -1,6 +1,6 @@
 //! A guest as the library takes it, and the settings of both sides.
 
-use crate::Error;
+use crate::{Error, Security};
 use engine::{DestinationConfig, SourceConfig};
 use machine::{DirtyTracker, FreePages, GuestRam, Machine, MachineConfig};
 use serde::{Deserialize, Serialize};
@@ -102,6 +102,8 @@ pub struct SendOptions {
     pub socket_buffer_bytes: usize,
     /// Whether, and by what, pages are packed.
     pub compress: Compress,
+    /// How connections are protected: the receiver has to be told the same.
+    pub security: Security,
 }
 
 impl Default for SendOptions {
@@ -112,6 +114,7 @@ impl Default for SendOptions {
             max_bandwidth: None,
             socket_buffer_bytes: 4 << 20,
             compress: Compress::default(),
+            security: Security::default(),
         }
     }
 }
@@ -169,6 +172,8 @@ pub struct ReceiveOptions {
     pub handshake_timeout: Duration,
     /// Bytes of kernel buffer a data socket asks for.
     pub socket_buffer_bytes: usize,
+    /// How connections are protected, and which are taken.
+    pub security: Security,
 }
 
 impl Default for ReceiveOptions {
@@ -179,6 +184,7 @@ impl Default for ReceiveOptions {
             host_reserve_bytes: 256 << 20,
             handshake_timeout: Duration::from_secs(10),
             socket_buffer_bytes: 4 << 20,
+            security: Security::default(),
         }
     }
 }

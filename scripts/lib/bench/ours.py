@@ -129,6 +129,7 @@ def migrate(programs, scratch, guest, way, memory_bytes, *, link=None, before=la
     with contextlib.ExitStack() as closing:
         work = Path(closing.enter_context(tempfile.TemporaryDirectory(dir=scratch)))
         command = [*prefixes[1], programs.receive, "--listen", f"tcp:{link.address if link else '127.0.0.1'}:0"]
+        command += ["--insecure"] if link else []  # a link between name spaces is beyond loopback
         command += ["--run-for", f"{_RUN_FOR_MS}ms", "--report", str(work / "receiver.json")]
         command += ["--ram", str(work / "ram")] if way.shared else []
         command += _prealloc(memory_bytes) if way.prealloc else []
@@ -140,6 +141,7 @@ def migrate(programs, scratch, guest, way, memory_bytes, *, link=None, before=la
             raise ScriptError("migrate-recv ended without an error and without listening")
         before()  # what --prealloc populated is there, and memory that was given back settles
         command = [*prefixes[0], programs.send, "--to", address, "--report", str(work / "source.json"), "--quiet"]
+        command += ["--insecure"] if link else []
         command += [*guest, *way.send, *(["--verify"] if way.verify else [])]
         command += ["--timeout", f"{way.timeout_s}s"] if way.timeout_s else []
         sender = _start(closing, command, work / "source.log", stdout=subprocess.DEVNULL)

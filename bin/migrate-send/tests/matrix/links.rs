@@ -187,7 +187,7 @@ impl<'a> Ends<'a> {
 
     fn send(&self, name: &str, to: &str, how: &[&str], window: &str) -> Running {
         let socket = self.folder.path().join("host.sock");
-        let how = [&SEND[..], how, &["--resume-window", window]].concat();
+        let how = [&SEND[..], how, &["--insecure", "--resume-window", window]].concat();
         self.link
             .inside(0, || send(&self.folder.path().join(name), &socket, to, &how))
     }

@@ -1,7 +1,8 @@
 //! What `migrate` takes: the settings of a source, each with its unit in its name.
 
-use crate::{Address, Ask, Compress, OnTimeout, SendOptions, SkipSet, SourceConfig};
+use crate::{Address, Ask, Compress, OnTimeout, Security, SendOptions, SkipSet, SourceConfig, Tls, TlsPem, Token};
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// The longest time that is taken, milliseconds: 30 years.
@@ -77,6 +78,15 @@ pub struct MigrateParams {
     pub verify: bool,
     /// Checks only.
     pub dry_run: bool,
+    /// TLS, by what the files hold: a host may have no way to them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tls: Option<TlsPem>,
+    /// The token, its bytes in hexadecimal.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub token: Option<Token>,
+    /// Allows plain TCP beyond loopback.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub insecure: bool,
 }
 
 impl Default for MigrateParams {
@@ -121,6 +131,9 @@ impl MigrateParams {
             resume_window_ms: ms(source.resume_window),
             verify: source.verify,
             dry_run: source.dry_run,
+            tls: options.security.tls.as_ref().map(|tls| tls.pem().clone()),
+            token: options.security.token.clone(),
+            insecure: options.security.insecure,
         }
     }
 
@@ -167,10 +180,20 @@ impl MigrateParams {
             connect_timeout: duration("connect_timeout_ms", self.connect_timeout_ms)?,
             max_bandwidth: Some(self.max_bandwidth_bytes_per_s).filter(|&rate| rate > 0),
             compress: self.compress,
+            security: self.security()?,
             ..SendOptions::default()
         };
         options.check().map_err(|error| error.to_string())?;
         Ok((to, options))
+    }
+
+    fn security(&self) -> Result<Security, String> {
+        let tls = self.tls.clone().map(Tls::from_pem).transpose();
+        Ok(Security {
+            tls: tls.map_err(|error| format!("\"tls\": {error}"))?.map(Arc::new),
+            token: self.token.clone(),
+            insecure: self.insecure,
+        })
     }
 }
 
@@ -227,10 +250,16 @@ mod tests {
             connect_timeout: Duration::from_secs(4),
             max_bandwidth: Some(1 << 40),
             compress: Compress::Zstd(3),
+            security: Security {
+                token: Some(Token::new(b"0123456789abcdef\x00\xff").unwrap()),
+                ..Security::insecure()
+            },
             ..SendOptions::default()
         };
         let params = MigrateParams::of("unix:/x".to_owned(), &options);
+        assert!(!format!("{params:?}").contains("3031"), "a token is not printed");
         let (_, back) = plan(serde_json::to_value(params).unwrap()).unwrap();
+        assert_eq!(back.security.token, options.security.token);
         assert_eq!(format!("{back:?}"), format!("{options:?}"));
     }
 
@@ -248,6 +277,12 @@ mod tests {
             (json!({"to": "tcp:h:1", "ask": "maybe"}), "maybe"),
             (json!({"to": "tcp:h:1", "compress": "gzip"}), "gzip"),
             (json!({"to": "tcp:h:1", "speed": 1}), "speed"),
+            (json!({"to": "tcp:h:1", "token": "00ff"}), "2 bytes"),
+            (json!({"to": "tcp:h:1", "token": "0g"}), "hexadecimal"),
+            (
+                json!({"to": "tcp:h:1", "tls": {"cert": "", "key": "", "ca": ""}}),
+                "certificate",
+            ),
         ] {
             let error = plan(params).unwrap_err();
             assert!(error.contains(word), "{word}: {error}");

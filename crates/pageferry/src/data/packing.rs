@@ -103,11 +103,13 @@ enum How {
     Auto(Box<Judge>),
 }
 
-/// A batch that was packed, or was not.
+/// A batch that was packed, copied, or left where it lies.
 pub(super) struct Packed<'a> {
-    /// By what, and the bytes; `None`: it goes as it is.
-    pub(super) by: Option<(Codec, &'a [u8])>,
-    /// Nanoseconds that it took.
+    /// What it is packed by.
+    pub(super) codec: Option<Codec>,
+    /// The bytes to send, packed or copied; `None`: they go from guest memory.
+    pub(super) bytes: Option<&'a [u8]>,
+    /// Nanoseconds that packing took.
     pub(super) pack_ns: f64,
 }
 
@@ -163,9 +165,19 @@ impl<'a> Packing<'a> {
         })
     }
 
-    /// Packs the pages of `ranges`, if that is what is to be done with them.
-    pub(super) fn pack(&mut self, ram: &dyn GuestRam, ranges: &[PageRange]) -> Result<Packed<'_>, String> {
-        let plain = Packed { by: None, pack_ns: 0.0 };
+    /// Packs the pages of `ranges`, if that is what is to be done with them. What is not packed is copied where it has to
+    /// be `staged`: it is encrypted, or has a checksum, and the guest goes on writing.
+    pub(super) fn pack(
+        &mut self,
+        ram: &dyn GuestRam,
+        ranges: &[PageRange],
+        staged: bool,
+    ) -> Result<Packed<'_>, String> {
+        let plain = Packed {
+            codec: None,
+            bytes: None,
+            pack_ns: 0.0,
+        };
         if ranges.is_empty() {
             return Ok(plain);
         }
@@ -179,18 +191,25 @@ impl<'a> Packing<'a> {
                 self.choice()
             }
         };
-        let Some(codec) = codec else { return Ok(plain) };
+        if codec.is_none() && !staged {
+            return Ok(plain);
+        }
         let from = Instant::now();
         self.raw.clear();
         for range in ranges {
             copy_out(ram, *range, self.skips_zero, &mut self.raw)?;
         }
-        let packed = self
-            .packer
-            .pack(codec, self.level, &self.raw)
-            .map_err(|e| e.to_string())?;
+        let Some(codec) = codec else {
+            return Ok(Packed {
+                bytes: Some(&self.raw),
+                ..plain
+            });
+        };
+        let packed = self.packer.pack(codec, self.level, &self.raw);
+        let packed = packed.map_err(|e| e.to_string())?;
         Ok(Packed {
-            by: packed.map(|bytes| (codec, bytes)),
+            codec: packed.map(|_| codec),
+            bytes: packed.or(staged.then_some(&self.raw)),
             pack_ns: nanos(from),
         })
     }

@@ -1,16 +1,16 @@
-//! A destination's stream: reads batches straight into guest memory; those that are packed, by way of a buffer.
+//! A destination's stream: reads batches straight into guest memory; those that are packed or encrypted, by way of a
+//! buffer.
 //!
 //! Nothing is written to guest memory before the batch's table has passed every check, and nothing after the round's
 //! end: a batch of a round that is not open (see [`Gate`]) ends the migration, so no peer can write into a guest whose
 //! RAM was digested or that runs.
 
 use super::{Broken, Headroom};
-use crate::transport::Closer;
+use crate::transport::{Closer, DataSocket};
 use codec::Unpacker;
 use engine::{DestinationEvent, ReceivedRun, Step};
 use machine::GuestRam;
 use pages::PageRange;
-use socket2::Socket;
 use std::io::{self, Read};
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -55,7 +55,7 @@ pub(crate) struct Receiver {
     pub(crate) stream: u16,
     /// Of the protocol, as agreed on.
     pub(crate) version: u16,
-    pub(crate) socket: Socket,
+    pub(crate) socket: DataSocket,
     pub(crate) ram: Arc<dyn GuestRam>,
     /// Whether nobody has written to the memory yet.
     pub(crate) memory_is_zero: bool,
@@ -69,7 +69,7 @@ pub(crate) struct Receiver {
 
 impl Receiver {
     /// The thread: reads until the stream ends, or something is wrong with it.
-    pub(crate) fn run(self) {
+    pub(crate) fn run(mut self) {
         let Err(broken) = self.serve() else { return };
         if self.closer.is_closed() {
             // We closed it ourselves.
@@ -85,7 +85,8 @@ impl Receiver {
         }
     }
 
-    fn serve(&self) -> Result<(), Broken> {
+    fn serve(&mut self) -> Result<(), Broken> {
+        self.socket.expect_pages();
         let stream = self.stream;
         let wrong = |e: wire::Error| failed(format!("data stream {stream}: {e}"));
         let mut order = StreamOrder::from_round(stream, self.round);
@@ -121,7 +122,7 @@ impl Receiver {
     }
 
     /// The next header; `None` where the stream has ended and nothing was owed.
-    fn read_header(&self) -> Result<Option<BatchHeader>, Broken> {
+    fn read_header(&mut self) -> Result<Option<BatchHeader>, Broken> {
         let mut header = [0; batch::HEADER_BYTES];
         let have = self.read_some(&mut header)?;
         if have == 0 {
@@ -144,7 +145,7 @@ impl Receiver {
 
     /// Carries a batch out.
     fn take(
-        &self,
+        &mut self,
         header: &BatchHeader,
         runs: &[Run],
         data: &mut Vec<PageRange>,
@@ -171,9 +172,14 @@ impl Receiver {
         if let Some(codec) = header.codec() {
             return self.unpack(codec, header, data, unpacking);
         }
+        let Some(socket) = self.socket.plain() else {
+            let raw = sized(&mut unpacking.raw, header.payload_bytes());
+            self.read_exact(raw)?;
+            return self.copy_in(data, raw);
+        };
         let (mut done, total) = (0, header.payload_bytes());
         while done < total {
-            match self.ram.read_from(self.socket.as_fd(), data, done) {
+            match self.ram.read_from(socket.as_fd(), data, done) {
                 Ok(0) => return Err(self.cut_off()),
                 Ok(n) => done += n,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -187,7 +193,7 @@ impl Receiver {
     /// checked: nothing that the packed bytes say of their size is believed, and no page of theirs is written unless all
     /// are there.
     fn unpack(
-        &self,
+        &mut self,
         codec: Codec,
         header: &BatchHeader,
         data: &[PageRange],
@@ -206,12 +212,18 @@ impl Receiver {
         let raw = sized(raw, header.payload_bytes());
         let unpacked = unpacker.unpack(codec, packed, raw);
         unpacked.map_err(|e| failed(format!("data stream {stream}: {e}")))?;
-        let mut rest = &*raw;
+        self.copy_in(data, raw)
+    }
+
+    /// Copies the pages of a batch, which are all there, to their places.
+    fn copy_in(&self, data: &[PageRange], pages: &[u8]) -> Result<(), Broken> {
+        let mut rest = pages;
         for range in data {
             let bytes = usize::try_from(range.bytes()).unwrap_or(usize::MAX);
             let Some((pages, behind)) = rest.split_at_checked(bytes) else {
                 return Err(failed(format!(
-                    "data stream {stream}: a batch has fewer pages than its runs"
+                    "data stream {}: a batch has fewer pages than its runs",
+                    self.stream
                 )));
             };
             rest = behind;
@@ -221,16 +233,16 @@ impl Receiver {
         Ok(())
     }
 
-    fn read_exact(&self, into: &mut [u8]) -> Result<(), Broken> {
+    fn read_exact(&mut self, into: &mut [u8]) -> Result<(), Broken> {
         let have = self.read_some(into)?;
         if have < into.len() { Err(self.cut_off()) } else { Ok(()) }
     }
 
     /// Fills `into` unless the stream ends before; returns how much came.
-    fn read_some(&self, into: &mut [u8]) -> Result<usize, Broken> {
+    fn read_some(&mut self, into: &mut [u8]) -> Result<usize, Broken> {
         let mut done = 0;
         while done < into.len() {
-            match (&self.socket).read(&mut into[done..]) {
+            match self.socket.read(&mut into[done..]) {
                 Ok(0) => break,
                 Ok(n) => done += n,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}

@@ -5,13 +5,13 @@
 use super::judge::{Path, Took};
 use super::packing::{Packing, Totals, raw_bytes};
 use super::{Broken, Pacer};
-use crate::transport::{self, Closer};
-use crate::{Address, Compress};
+use crate::transport::{self, Closer, DataSocket};
+use crate::{Address, Compress, Security};
 use engine::{Chunk, Content, SourceEvent, Step};
 use machine::{GuestRam, PageKind};
 use pages::PageRange;
 use socket2::Socket;
-use std::io::{self, IoSlice, Read, Write};
+use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -44,6 +44,7 @@ pub(crate) enum Command {
 pub(crate) struct Sender {
     pub(crate) stream: u16,
     pub(crate) to: Address,
+    pub(crate) security: Security,
     pub(crate) session: SessionId,
     pub(crate) connect_timeout: Duration,
     /// A receiver that takes no byte for so long is dead.
@@ -126,21 +127,30 @@ impl Sender {
     }
 
     /// The connection, and the version of the protocol that was agreed on.
-    fn connect(&self) -> Result<(Socket, u16), Broken> {
-        let stream = self.stream;
-        let socket = transport::connect(&self.to, self.connect_timeout, Some(self.buffer_bytes))
-            .map_err(|e| Broken::Link(format!("opening data stream {stream}: {e}")))?;
+    fn connect(&self) -> Result<(DataSocket, u16), Broken> {
+        let (stream, patience) = (self.stream, self.connect_timeout);
+        let opening = |e: crate::Error| {
+            let text = format!("opening data stream {stream}: {e}");
+            match e.is_refusal() {
+                true => failed(text),
+                false => Broken::Link(text),
+            }
+        };
+        let dialled = transport::dial(&self.to, patience, Some(self.buffer_bytes), &self.security);
+        let socket = dialled.map_err(opening)?;
         let doing = |e: io::Error| Broken::by(stream, Step::Send, "it was opened", &e);
         self.closer.add(&socket).map_err(doing)?;
+        let secured = transport::secure(socket, &self.to, patience, &self.security);
+        let mut socket = secured.map_err(opening)?;
         socket.set_read_timeout(Some(self.connect_timeout)).map_err(doing)?;
         let preamble = Preamble {
             versions: wire::VERSIONS,
             session: self.session,
             role: ConnectionRole::Data { stream },
         };
-        (&socket).write_all(&preamble.encode()).map_err(doing)?;
+        socket.write_all(&preamble.encode()).map_err(doing)?;
         let mut reply = [0; wire::REPLY_BYTES];
-        (&socket).read_exact(&mut reply).map_err(doing)?;
+        socket.read_exact(&mut reply).map_err(doing)?;
         let agreed = PreambleReply::decode(&reply).and_then(|reply| reply.agreed(wire::VERSIONS));
         let version = agreed.map_err(|e| failed(format!("opening data stream {stream}: {e}")))?;
         // The engine takes less than 20 ms for 20 ms; a time-out of 0 would be none.
@@ -154,7 +164,7 @@ impl Sender {
 struct Sending<'a> {
     sender: Sender,
     packing: Packing<'a>,
-    socket: Socket,
+    socket: DataSocket,
     builder: BatchBuilder,
     batch_pages: u64,
     /// The data runs of the batch that is being made, and their pages.
@@ -248,34 +258,37 @@ impl Sending<'_> {
             return Ok(());
         }
         let sender = &self.sender;
-        let packed = self.packing.pack(&*sender.ram, &self.data).map_err(failed)?;
+        let staged = self.socket.is_tls();
+        let batch = self.packing.pack(&*sender.ram, &self.data, staged).map_err(failed)?;
         let raw = raw_bytes(self.data_pages);
-        let (head, payload_bytes) = match packed.by {
-            Some((codec, bytes)) => {
+        let (codec, pack_ns) = (batch.codec, batch.pack_ns);
+        let (head, payload_bytes) = match (codec, batch.bytes) {
+            (Some(codec), Some(bytes)) => {
                 let head = self.builder.finish_packed(codec, bytes.len());
                 (head.map_err(failed)?, bytes.len())
             }
-            None => self.builder.finish().map_err(failed)?,
+            _ => self.builder.finish().map_err(failed)?,
         };
         let total = head.len() + payload_bytes;
         let from = Instant::now();
         sender.pacer.wait(total as u64, &sender.closer);
         // The time starts here: waiting for one's turn on the link is no stall.
-        let written = match packed.by {
-            Some((_, bytes)) => write_out(total, sender.peer_timeout, |done| {
-                let (ahead, behind) = (done.min(head.len()), done.saturating_sub(head.len()));
-                let parts = [&head[ahead..], &bytes[behind.min(bytes.len())..]].map(IoSlice::new);
-                (&self.socket)
-                    .write_vectored(&parts)
-                    .inspect(|n| sender.totals.wrote(*n))
-            }),
-            None => write_out(total, sender.peer_timeout, |done| {
-                let wrote = sender.ram.write_to(self.socket.as_fd(), head, &self.data, done);
+        let patience = sender.peer_timeout;
+        let written = match (batch.bytes, self.socket.plain()) {
+            (None, Some(socket)) => write_out(total, patience, |done| {
+                let wrote = sender.ram.write_to(socket.as_fd(), head, &self.data, done);
                 wrote.inspect(|n| sender.totals.wrote(*n))
             }),
+            (Some(bytes), Some(_)) => write_out(total, patience, |done| {
+                let wrote = self.socket.write_parts(head, bytes, done);
+                wrote.inspect(|n| sender.totals.wrote(*n))
+            }),
+            (bytes, None) => {
+                let mut write = |part| write_encrypted(&mut self.socket, part, patience, &sender.totals);
+                write(head).and_then(|()| write(bytes.unwrap_or_default()))
+            }
         };
         written.map_err(|e| broken_off(sender.stream, "pages were sent", &e))?;
-        let (codec, pack_ns) = (packed.by.map(|(codec, _)| codec), packed.pack_ns);
         let link_ns = from.elapsed().as_secs_f64() * 1e9;
         let wire = payload_bytes as u64;
         self.packing.sent(
@@ -296,8 +309,8 @@ impl Sending<'_> {
 
     fn send_marker(&mut self, round: u32) -> Result<(), Broken> {
         let marker = self.builder.marker(round).map_err(failed)?;
-        let write = |done: usize| (&self.socket).write(marker.get(done..).unwrap_or_default());
-        write_out(marker.len(), self.sender.peer_timeout, write)
+        let sender = &self.sender;
+        write_encrypted(&mut self.socket, &marker, sender.peer_timeout, &sender.totals)
             .map_err(|e| broken_off(self.sender.stream, "the end of a round was sent", &e))
     }
 }
@@ -350,6 +363,20 @@ fn write_out(total: usize, patience: Duration, mut write: impl FnMut(usize) -> i
             }
             Err(error) => return Err(error),
         }
+    }
+    Ok(())
+}
+
+/// Writes bytes that are no guest's, or copies: encrypted, where the socket does that.
+fn write_encrypted(socket: &mut DataSocket, bytes: &[u8], patience: Duration, totals: &Totals) -> io::Result<()> {
+    for piece in bytes.chunks(DataSocket::PIECE_BYTES) {
+        socket.write_encrypted(piece, |mut socket, bytes| {
+            write_out(bytes.len(), patience, |done| {
+                socket.write(bytes.get(done..).unwrap_or_default())
+            })
+        })?;
+        // What they are without what encryption adds, as everywhere.
+        totals.wrote(piece.len());
     }
     Ok(())
 }

@@ -1,29 +1,30 @@
 //! Where connections say who they are before anybody believes them.
 //!
-//! A connection gets a short while to send a preamble of ours, and a control connection to send its first message. What
-//! does neither (a port scan, an HTTP client, another version) is told so where that can be, logged and dropped: it
-//! must not keep a real source out, nor end the receiver. Bounded: connections that have not said who they are, data
-//! connections whose control connection has not come, and how long either may last.
+//! A connection gets a short while to come in by the [`door`](super::door). What does not (a port scan, an HTTP client,
+//! another version, a peer without the right certificate) is told so where that can be, logged and dropped: it must not
+//! keep a real source out, nor end the receiver. Bounded: connections that have not said who they are, of which the oldest
+//! makes room when all places are taken; data connections whose control connection has not come; and how long either may
+//! last.
 
-use crate::control::{Incoming, read_message};
+use super::door::{introduce, last_words};
 use crate::transport::{Acceptor, AsyncSocket};
-use crate::{Error, Listener, ReceiveOptions};
+use crate::{Error, Listener, ReceiveOptions, Security};
+use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
-use tokio::sync::{Semaphore, mpsc};
-use tokio::task::JoinHandle;
+use tokio::sync::mpsc;
+use tokio::task::{AbortHandle, JoinHandle};
 use tokio::time::timeout;
-use wire::{AbortCause, ConnectionRole, Message, Preamble, PreambleReply, SessionId, frame};
+use wire::{Message, SessionId};
 
-/// The most connections that have not said who they are.
-const MAX_STRANGERS: usize = 128;
+/// The most connections that have not said who they are. All the streams of a migration may come at once.
+const MAX_STRANGERS: usize = 256;
+
+/// How long a connection that has not said who it is keeps its place while others wait for one.
+const MIN_AGE: Duration = Duration::from_millis(200);
 
 /// The most data connections without a control connection.
 const MAX_WAITING: usize = 128;
-
-/// How long a few last words may take.
-const LAST_WORDS_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// How long to wait after the system would not accept.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -67,7 +68,7 @@ pub(super) struct DataConnection {
     /// Of the protocol, as agreed on.
     pub(super) version: u16,
     pub(super) socket: AsyncSocket,
-    since: Instant,
+    pub(super) since: Instant,
 }
 
 /// The desk.
@@ -81,12 +82,13 @@ pub(super) struct Desk {
 
 impl Desk {
     pub(super) fn open(listener: &Listener, options: &ReceiveOptions) -> Result<Self, Error> {
+        listener.check(&options.security)?;
         let acceptor = listener.accepting(options.socket_buffer_bytes)?;
         let (out, arrivals) = mpsc::channel(MAX_STRANGERS);
         let patience = options.handshake_timeout;
         Ok(Desk {
             arrivals,
-            task: tokio::spawn(accept(acceptor, patience, out)),
+            task: tokio::spawn(accept(acceptor, patience, options.security.clone(), out)),
             waiting: Vec::new(),
             patience,
         })
@@ -134,39 +136,70 @@ pub(super) fn turn_away(arrived: Arrived, why: &'static str) {
     });
 }
 
-/// Sends a message before a connection is dropped, and waits a moment for the peer to have read it.
-async fn last_words(socket: &AsyncSocket, message: &Message) {
-    let talk = async {
-        if let Ok(bytes) = frame::encode(message)
-            && socket.write_all(&bytes).await.is_ok()
-        {
-            socket.end_of_writing();
-            let mut rest = [0; 4096];
-            while matches!(socket.read(&mut rest).await, Ok(n) if n > 0) {}
+/// A connection that has not said who it is.
+struct Stranger {
+    since: Instant,
+    task: AbortHandle,
+}
+
+/// Connections that have not said who they are, oldest first.
+#[derive(Default)]
+struct Strangers(VecDeque<Stranger>);
+
+impl Strangers {
+    /// Drops the oldest one, unless it is too young for that: then how long until it is not.
+    fn drop_oldest(&mut self) -> Option<Duration> {
+        let oldest = self.0.front()?;
+        let left = MIN_AGE.saturating_sub(oldest.since.elapsed());
+        if !left.is_zero() {
+            return Some(left);
         }
-    };
-    if timeout(LAST_WORDS_TIMEOUT, talk).await.is_err() {
-        tracing::debug!("a connection that is dropped does not close");
+        oldest.task.abort();
+        self.0.pop_front();
+        None
+    }
+
+    /// Waits until there is a place. Who comes in numbers can keep a place for [`MIN_AGE`] only, in which a peer that has
+    /// something to say has said it.
+    async fn make_room(&mut self) {
+        loop {
+            self.0.retain(|stranger| !stranger.task.is_finished());
+            if self.0.len() < MAX_STRANGERS {
+                return;
+            }
+            if let Some(left) = self.drop_oldest() {
+                tokio::time::sleep(left).await;
+            }
+        }
     }
 }
 
-async fn accept(acceptor: Acceptor, patience: Duration, out: mpsc::Sender<Arrival>) {
-    let strangers = Arc::new(Semaphore::new(MAX_STRANGERS));
+impl Drop for Strangers {
+    fn drop(&mut self) {
+        for stranger in &self.0 {
+            stranger.task.abort();
+        }
+    }
+}
+
+async fn accept(acceptor: Acceptor, patience: Duration, security: Security, out: mpsc::Sender<Arrival>) {
+    let security = Arc::new(security);
+    let mut strangers = Strangers::default();
     loop {
-        let Ok(place) = Arc::clone(&strangers).acquire_owned().await else {
-            return;
-        };
+        strangers.make_room().await;
         let socket = match acceptor.accept().await {
             Ok(socket) => socket,
             Err(error) => {
+                // Descriptors may be used up: the oldest stranger's is the least loss.
                 tracing::warn!(%error, "a connection could not be accepted");
+                strangers.drop_oldest();
                 tokio::time::sleep(ACCEPT_PAUSE).await;
                 continue;
             }
         };
-        let out = out.clone();
-        tokio::spawn(async move {
-            match timeout(patience, introduce(socket)).await {
+        let (out, security) = (out.clone(), Arc::clone(&security));
+        let task = tokio::spawn(async move {
+            match timeout(patience, introduce(socket, &security)).await {
                 Ok(Ok(arrival)) => {
                     if out.send(arrival).await.is_err() {
                         tracing::debug!("a connection came after the end");
@@ -175,62 +208,10 @@ async fn accept(acceptor: Acceptor, patience: Duration, out: mpsc::Sender<Arriva
                 Ok(Err(why)) => tracing::warn!(why, "a connection is dropped"),
                 Err(_) => tracing::warn!("a connection that did not say who it is, is dropped"),
             }
-            drop(place);
+        });
+        strangers.0.push_back(Stranger {
+            since: Instant::now(),
+            task: task.abort_handle(),
         });
     }
-}
-
-/// Reads who a connection is.
-async fn introduce(socket: AsyncSocket) -> Result<Arrival, String> {
-    let preamble = read_preamble(&socket).await?;
-    let reply = PreambleReply::answer(wire::VERSIONS, preamble.versions);
-    let replied = socket.write_all(&reply.encode()).await;
-    replied.map_err(|e| format!("answering a connection: {e}"))?;
-    if reply.version == 0 {
-        return Err(format!(
-            "a source speaks protocol versions {}, we speak {}; upgrade the older one",
-            preamble.versions, reply.ours
-        ));
-    }
-    let session = preamble.session;
-    match preamble.role {
-        ConnectionRole::Data { stream } => Ok(Arrival::Data(DataConnection {
-            session,
-            stream,
-            version: reply.version,
-            socket,
-            since: Instant::now(),
-        })),
-        ConnectionRole::Control => match read_message(&socket, reply.version, &AtomicU64::new(0)).await {
-            Ok(first) => Ok(Arrival::Control(Arrived {
-                session,
-                version: reply.version,
-                socket,
-                first,
-            })),
-            Err(Incoming::Malformed(reason)) => {
-                let abort = Message::Abort {
-                    reason: format!("the first message: {reason}"),
-                    cause: AbortCause::Failed,
-                };
-                last_words(&socket, &abort).await;
-                Err(format!("a source's first message: {reason}"))
-            }
-            Err(other) => Err(format!("a source sent no first message: {other:?}")),
-        },
-    }
-}
-
-async fn read_preamble(socket: &AsyncSocket) -> Result<Preamble, String> {
-    let mut buffer = [0; wire::PREAMBLE_BYTES];
-    let mut have = 0;
-    while have < buffer.len() {
-        match socket.read(&mut buffer[have..]).await {
-            Ok(0) => return Err(format!("it was closed after {have} bytes")),
-            Ok(n) => have += n,
-            Err(error) => return Err(format!("it broke: {error}")),
-        }
-        wire::check_magic(&buffer[..have]).map_err(|e| e.to_string())?;
-    }
-    Preamble::decode(&buffer).map_err(|e| e.to_string())
 }

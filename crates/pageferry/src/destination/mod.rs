@@ -1,6 +1,7 @@
 //! A destination: waits for a source at the [`desk`], and takes its guest in a [`session`].
 
 mod desk;
+mod door;
 mod session;
 
 use crate::handle::{Finished, Watch};
@@ -24,6 +25,7 @@ pub(crate) async fn run(listener: Listener, options: ReceiveOptions, prepare: Pr
         };
         let mut desk = match Desk::open(&listener, &options) {
             Ok(desk) => desk,
+            Err(error) if error.is_refusal() => return failed(Ending::Refused, error.to_string()),
             Err(error) => return failed(Ending::Failed, error.to_string()),
         };
         let mut worker = match DestinationWorker::start(prepare, options.max_memory) {

@@ -32,6 +32,8 @@ pub(super) struct Session<'a> {
     id: SessionId,
     /// That of the connections as they are now.
     link: SessionId,
+    /// The source's certificate, under TLS: that of its data connections too.
+    peer: Option<Arc<[u8]>>,
     /// Of the protocol, as agreed on.
     version: u16,
     /// The codecs that the machine's RAM takes, as bits.
@@ -81,6 +83,7 @@ impl<'a> Session<'a> {
         let mut connections = Vec::new();
         connections.resize_with(usize::from(arrived.streams()), || None);
         Session {
+            peer: arrived.socket.peer(),
             id: arrived.session,
             link: arrived.session,
             version: arrived.version,
@@ -194,6 +197,10 @@ impl<'a> Session<'a> {
         match said {
             Said::Event(event) => self.handle(event),
             Said::Discarded => self.handle(DestinationEvent::Discarded),
+            Said::Made(ram) if self.peer.is_some() && !ram.copies_in() => {
+                let reason = "the receiver's guest memory cannot be copied to, which encrypted pages need".to_owned();
+                self.handle(DestinationEvent::Refused(vec![reason]));
+            }
             Said::Made(ram) => {
                 let due = tokio::time::Instant::now() + self.options.handshake_timeout;
                 self.ram = Some(Arc::clone(&ram));
@@ -213,7 +220,11 @@ impl<'a> Session<'a> {
             // The control connection may be behind it.
             Arrival::Data(data) => self.desk.keep(data),
             Arrival::Control(arrived) => match &arrived.first {
-                Message::Resume(resume) if SessionId(resume.session) == self.id => self.comes_back(arrived),
+                Message::Resume(resume)
+                    if SessionId(resume.session) == self.id && arrived.socket.peer() == self.peer =>
+                {
+                    self.comes_back(arrived);
+                }
                 _ => turn_away(arrived, BUSY),
             },
         }
@@ -278,6 +289,13 @@ impl<'a> Session<'a> {
     }
 
     fn connect(&mut self, data: DataConnection) {
+        if data.socket.peer() != self.peer {
+            tracing::warn!(
+                stream = data.stream,
+                "a data stream by another certificate than the control connection's is dropped"
+            );
+            return;
+        }
         match self.connections.get_mut(usize::from(data.stream)) {
             Some(place @ None) => *place = Some(data),
             Some(Some(_)) => tracing::warn!(

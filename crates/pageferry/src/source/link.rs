@@ -3,7 +3,7 @@
 use crate::control::Control;
 use crate::data::{Command, Pacer, Sender, Totals};
 use crate::transport::{self, AsyncSocket, Closer};
-use crate::{Address, Error, SendOptions};
+use crate::{Address, Error, SendOptions, security};
 use engine::{SourceEvent, Step};
 use machine::GuestRam;
 use std::io::ErrorKind;
@@ -124,9 +124,9 @@ impl Link {
 impl Route {
     /// Opens a control connection, of a session number of its own.
     pub(super) async fn open(&self) -> Result<Opened, Error> {
-        let session = draw_session()?;
+        let session = SessionId(security::draw("drawing a session number")?);
         let within = self.options.connect_timeout;
-        let socket = connect(&self.to, within).await?;
+        let socket = connect(&self.to, &self.options).await?;
         let preamble = Preamble {
             versions: wire::VERSIONS,
             session,
@@ -182,6 +182,7 @@ impl Route {
         let sender = Sender {
             stream,
             to: self.to.clone(),
+            security: options.security.clone(),
             session,
             connect_timeout: options.connect_timeout,
             peer_timeout: options.source.peer_timeout.max(MIN_PEER_TIMEOUT),
@@ -226,28 +227,19 @@ fn nobody_listens(error: &Error) -> bool {
     matches!(source.kind(), ErrorKind::ConnectionRefused | ErrorKind::NotFound)
 }
 
-fn draw_session() -> Result<SessionId, Error> {
-    let mut id = [0; 16];
-    let drawn = rustix::rand::getrandom(&mut id[..], rustix::rand::GetRandomFlags::empty());
-    match drawn {
-        Ok(16) => Ok(SessionId(id)),
-        Ok(_) => Err(Error::io("drawing a session number", ErrorKind::UnexpectedEof.into())),
-        Err(error) => Err(Error::io("drawing a session number", error.into())),
-    }
-}
-
 /// Connects on a thread of its own: looking a name up blocks, for as long as the system likes.
-async fn connect(to: &Address, within: Duration) -> Result<AsyncSocket, Error> {
+async fn connect(to: &Address, options: &SendOptions) -> Result<AsyncSocket, Error> {
+    let within = options.connect_timeout;
     let failed = |source| Error::Connect {
         address: to.clone(),
         source,
     };
     let (done, connected) = oneshot::channel();
-    let address = to.clone();
+    let (address, security) = (to.clone(), options.security.clone());
     let thread = std::thread::Builder::new().name("ferry-connect".to_owned());
     thread
         .spawn(move || {
-            if done.send(transport::connect(&address, within, None)).is_err() {
+            if done.send(transport::connect(&address, within, &security)).is_err() {
                 tracing::debug!("a connection came too late");
             }
         })

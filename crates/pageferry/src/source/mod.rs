@@ -77,7 +77,10 @@ async fn open(route: &Route, watch: &Watch) -> Result<Opened, (Ending, String)> 
     tokio::select! {
         biased;
         () = watch.cancelled() => Err((Ending::Cancelled, "cancelled before the receiver was reached".to_owned())),
-        opened = route.open() => opened.map_err(|e| (Ending::Failed, e.to_string())),
+        opened = route.open() => opened.map_err(|e| match e.is_refusal() {
+            true => (Ending::Refused, e.to_string()),
+            false => (Ending::Failed, e.to_string()),
+        }),
     }
 }
 

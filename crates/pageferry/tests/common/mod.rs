@@ -10,6 +10,7 @@
 
 pub mod cutter;
 pub mod peer;
+pub mod pki;
 pub mod stingy;
 
 use machine::{
