@@ -3,35 +3,22 @@
 //!
 //! - The topology is ours: one package, a core a vCPU, one thread a core, local APIC id = the vCPU's number. KVM passes on
 //!   what the core says that happens to run us.
-//! - Not offered: MONITOR and MWAIT (KVM would not run them as such), performance counters (they are the host's),
-//!   nested virtualization and shadow stacks (their state is not moved), AVX10 (not compared between hosts).
+//! - Offered is what we know, and save and restore: [`offered`].
 //! - KVM's own leaves (0x4000_0000 and on) stay as they are: the guest takes its clock from them.
 //!
 //! `supported` is what `KVM_GET_SUPPORTED_CPUID` gave, with the TSC deadline bit set where `KVM_CAP_TSC_DEADLINE_TIMER`
 //! says so (KVM itself reports it by the capability alone): that bit stays as it comes.
 
+use super::offered;
 use crate::platform::MAX_VCPUS;
 use crate::{Error, Result};
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
 // Leaf 1.
-const ECX_MONITOR: u32 = 1 << 3;
-const ECX_VMX: u32 = 1 << 5;
-const ECX_PERFORMANCE_CAPABILITIES: u32 = 1 << 15;
 const ECX_HYPERVISOR: u32 = 1 << 31;
 const EDX_HYPERTHREADS: u32 = 1 << 28;
-// Leaf 7, its first and second part.
-const ECX_SHADOW_STACK: u32 = 1 << 7;
-const EDX_INDIRECT_BRANCH_TRACKING: u32 = 1 << 20;
-const EDX_AVX10: u32 = 1 << 19;
-// Leaf 0xd, its second part: state of shadow stacks, the user's and the kernel's.
-const ECX_SHADOW_STACK_STATE: u32 = 0b11 << 11;
 // Leaf 0x8000_0001.
 const ECX_COMPATIBILITY_LEGACY: u32 = 1 << 1;
-const ECX_SVM: u32 = 1 << 2;
-const ECX_PERFORMANCE_COUNTERS: u32 = 0b11 << 23;
-const ECX_PERFORMANCE_COUNTERS_L3: u32 = 1 << 28;
-const ECX_MONITORX: u32 = 1 << 29;
 
 const BASIC: u32 = 0;
 const EXTENDED_TOPOLOGY: u32 = 0xb;
@@ -84,6 +71,17 @@ pub(crate) fn cpuid(supported: &CpuId, vcpu: u32, vcpus: u32) -> Result<CpuId> {
         )
     };
     let mut entries: Vec<kvm_cpuid_entry2> = host.iter().filter(|entry| !topology(entry)).copied().collect();
+    let left_out = offered::limit(&mut entries);
+    if vcpu == 0 {
+        for left in left_out {
+            let [eax, ebx, ecx, edx] = left.bits;
+            tracing::debug!(
+                "CPUID leaf {:#x}.{:#x}: the guest is not told of EAX {eax:#x}, EBX {ebx:#x}, ECX {ecx:#x}, EDX {edx:#x}",
+                left.function,
+                left.index
+            );
+        }
+    }
     for entry in &mut entries {
         adapt(entry, place, amd);
     }
@@ -117,45 +115,22 @@ fn put_bit(register: &mut u32, bit: u32, on: bool) {
     *register = if on { *register | bit } else { *register & !bit };
 }
 
-fn clear(entry: &mut kvm_cpuid_entry2) {
-    (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0);
-}
-
 fn adapt(entry: &mut kvm_cpuid_entry2, place: Place, amd: bool) {
     let several = place.vcpus > 1;
     match entry.function {
         1 => {
             put(&mut entry.ebx, 24, 8, place.vcpu);
             put(&mut entry.ebx, 16, 8, place.vcpus);
-            put_bit(
-                &mut entry.ecx,
-                ECX_MONITOR | ECX_VMX | ECX_PERFORMANCE_CAPABILITIES,
-                false,
-            );
             put_bit(&mut entry.ecx, ECX_HYPERVISOR, true);
             put_bit(&mut entry.edx, EDX_HYPERTHREADS, several);
         }
-        7 if entry.index == 0 => {
-            put_bit(&mut entry.ecx, ECX_SHADOW_STACK, false);
-            put_bit(&mut entry.edx, EDX_INDIRECT_BRANCH_TRACKING, false);
-        }
-        7 if entry.index == 1 => put_bit(&mut entry.edx, EDX_AVX10, false),
-        0xd if entry.index == 1 => put_bit(&mut entry.ecx, ECX_SHADOW_STACK_STATE, false),
-        // MONITOR and MWAIT; performance counters, Intel's and AMD's; AVX10; nested virtualization.
-        5 | 0xa | 0x24 | 0x8000_000a | 0x8000_0022 => clear(entry),
         4 => {
             cache_sharing(entry, place);
             if entry.eax & 0x1f != 0 {
                 put(&mut entry.eax, 26, 6, place.ids_less_one());
             }
         }
-        0x8000_0001 => {
-            let not_offered = ECX_SVM | ECX_PERFORMANCE_COUNTERS | ECX_PERFORMANCE_COUNTERS_L3 | ECX_MONITORX;
-            if amd {
-                put_bit(&mut entry.ecx, not_offered, false);
-                put_bit(&mut entry.ecx, ECX_COMPATIBILITY_LEGACY, several);
-            }
-        }
+        0x8000_0001 if amd => put_bit(&mut entry.ecx, ECX_COMPATIBILITY_LEGACY, several),
         0x8000_0008 if amd => {
             put(&mut entry.ecx, 0, 8, place.vcpus - 1);
             put(&mut entry.ecx, 12, 4, place.id_bits());
@@ -292,9 +267,9 @@ mod tests {
     fn what_has_state_that_is_not_moved_is_not_offered() {
         let map = of(INTEL, 0, 1);
         let (_, _, ecx, edx) = map[&(7, 0)];
-        assert_eq!((!ecx, !edx), (ECX_SHADOW_STACK, EDX_INDIRECT_BRANCH_TRACKING));
-        assert_eq!(!map[&(7, 1)].3, EDX_AVX10);
-        assert_eq!(!map[&(0xd, 1)].2, ECX_SHADOW_STACK_STATE);
+        // Shadow stacks, branch tracking.
+        assert_eq!((ecx >> 7 & 1, edx >> 20 & 1), (0, 0));
+        assert_eq!(map[&(0xd, 1)].2, 0);
         assert_eq!(map[&(0x24, 0)], (0, 0, 0, 0));
     }
 
@@ -351,7 +326,8 @@ mod tests {
         for vendor in [INTEL, AMD] {
             let map = of(vendor, 0, 2);
             let (_, _, ecx, _) = map[&(1, 0)];
-            assert_eq!(ecx & (ECX_MONITOR | ECX_VMX), 0);
+            // MONITOR, VMX.
+            assert_eq!(ecx & (1 << 3 | 1 << 5), 0);
             assert_eq!(ecx & ECX_HYPERVISOR, ECX_HYPERVISOR);
             for leaf in [5, 0xa, 0x8000_000a, 0x8000_0022] {
                 assert_eq!(map[&(leaf, 0)], (0, 0, 0, 0), "{leaf:#x}");
@@ -364,8 +340,8 @@ mod tests {
                 }
             }
         }
-        assert_eq!(of(AMD, 0, 2)[&(0x8000_0001, 0)].2 & (ECX_SVM | ECX_MONITORX), 0);
-        assert_eq!(of(INTEL, 0, 2)[&(0x8000_0001, 0)].2, !0, "other bits on Intel");
+        // SVM, MONITORX.
+        assert_eq!(of(AMD, 0, 2)[&(0x8000_0001, 0)].2 & (1 << 2 | 1 << 29), 0);
     }
 
     #[test]

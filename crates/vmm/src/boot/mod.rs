@@ -24,6 +24,7 @@ mod elf;
 mod initrd;
 mod input;
 mod kernel;
+mod offered;
 mod params;
 #[cfg(test)]
 mod test_images;
