@@ -15,7 +15,8 @@ use std::process::ExitCode;
     after_help = "The first line on stdout is `listening on ADDR`.\n\nSIGINT or SIGTERM cancels the \
                   migration, a second one without waiting for its end; once the guest is here, one that comes after its arrival \
                   ends it.\n\nExit codes: 0 the guest was handed over, 2 usage, \
-                  3 refused, 4 failed (the report tells where the outcome is unknown), 5 cancelled, 6 timed out"
+                  3 refused, 4 failed (the report tells where the outcome is unknown), 5 cancelled, 6 timed out, 8 the \
+                  guest was handed over, but the report could not be written"
 )]
 struct Arguments {
     #[command(flatten)]

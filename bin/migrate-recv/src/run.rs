@@ -35,7 +35,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<u8, Error> {
     out.check()?;
     let console = ConsoleLine::new(flags.console.as_deref(), None)?;
     sandbox.enter(&cli::with_receiver(cli::with_made(Files::new(), out.file()), &flags));
-    cli::block_on(async {
+    let done = cli::block_on(async {
         let early = |error| cli::report_early(&out, Role::Receiver, error);
         let mut signals = Signals::catch().map_err(early)?;
         // It is served once the guest is here; that it cannot be is better known before.
@@ -117,7 +117,8 @@ pub(crate) fn run(arguments: Arguments) -> Result<u8, Error> {
                 })
             }
         }
-    })
+    });
+    done.map(|code| out.code(code))
 }
 
 fn options(flags: &RecvFlags, security: Security) -> ReceiveOptions {

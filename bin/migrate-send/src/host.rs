@@ -77,7 +77,7 @@ pub(crate) fn send(
             };
             cli::or_warn(out.say(&format!("{whose}, {host_now}")));
         }
-        Ok(end.ending.exit_code())
+        Ok(out.code(end.ending.exit_code()))
     })
 }
 

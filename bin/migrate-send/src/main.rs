@@ -18,7 +18,8 @@ use std::process::ExitCode;
                   exit code is the migration's. Its console is this terminal: Ctrl-A x ends the command, Ctrl-A Ctrl-A sends a \
                   Ctrl-A to the guest.\n\nSIGINT or SIGTERM cancels the migration and waits until the guest goes on; a second one ends \
                   the command, and its guest, at once.\n\nExit codes: 0 done, 2 usage, 3 refused (nothing was sent), 4 failed, 5 cancelled, 6 \
-                  timed out (the guest is still the source's), 7 outcome unknown (the source stays paused)"
+                  timed out (the guest is still the source's), 7 outcome unknown (the source stays paused), 8 done, but the report \
+                  could not be written"
 )]
 struct Arguments {
     #[command(flatten)]

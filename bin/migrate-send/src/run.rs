@@ -45,7 +45,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<u8, Error> {
                 out: &out,
                 console,
             };
-            cli::block_on(sending.run(plan, &to, options))
+            cli::block_on(sending.run(plan, &to, options)).map(|code| out.code(code))
         }
     }
 }

@@ -198,3 +198,24 @@ fn a_guest_larger_than_the_host_is_refused() {
         .expect(3)
         .says("available");
 }
+
+#[test]
+fn a_guest_that_was_handed_over_counts_though_its_report_cannot_be_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let receiver = Running::receiver(folder.path(), &[]);
+    let arguments = [
+        "--memory",
+        "32M",
+        "--used",
+        "24M",
+        "--max-bandwidth",
+        "64Mbit",
+        "--verbose",
+    ];
+    let source = Running::source(folder.path(), &receiver.address.clone(), &arguments);
+    source.wait_for_stderr("connected");
+    // It comes in the report's way after the check.
+    std::fs::create_dir(folder.path().join("source.json")).unwrap();
+    source.end().expect(8).says("warning: writing the report");
+    receiver.end().expect(0);
+}

@@ -9,6 +9,7 @@
 //! | 5 | cancelled, likewise |
 //! | 6 | timed out, likewise |
 //! | 7 | outcome unknown: handed over without an answer; the source stays paused |
+//! | 8 | done, but the report could not be written to its file |
 
 use crate::say_stderr;
 use engine::Ending;

@@ -42,7 +42,7 @@ pub use logging::{LogFlags, LogFormat, OutputFlags, say_stderr};
 pub use progress::show_progress;
 pub use receiving::{RamFile, Receiving};
 pub use recv_flags::{After, Corrupt, PreallocFor, RecvFlags, RefuseState};
-pub use report_out::{GuestReport, ReportOut, or_warn, print_line, report_early};
+pub use report_out::{GuestReport, REPORT_MISSING, ReportOut, or_warn, print_line, report_early};
 pub use runtime::{Signals, Watched, block_on};
 pub use sandbox::Files;
 pub use sandbox_flags::{SandboxFlags, hold_files, with_guest, with_made, with_receiver};

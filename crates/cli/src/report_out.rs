@@ -13,6 +13,8 @@ use std::fmt::Write as _;
 use std::io::Write as _;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// What the guest said of itself after it had arrived.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -38,7 +40,12 @@ struct WholeReport<'a> {
 pub struct ReportOut {
     file: Option<PathBuf>,
     quiet: bool,
+    /// The file was written last without success. Clones share it.
+    missing: Arc<AtomicBool>,
 }
+
+/// What a command exits with that did what it was there for, and whose report is missing.
+pub const REPORT_MISSING: u8 = 8;
 
 impl ReportOut {
     /// As the flags say.
@@ -47,6 +54,16 @@ impl ReportOut {
         ReportOut {
             file,
             quiet: flags.log.quiet,
+            missing: Arc::default(),
+        }
+    }
+
+    /// The code to exit with, where `code` is what the migration came to. A report that is missing in its file changes that
+    /// of a success only: where the guest is matters more than whether there are words about it.
+    pub fn code(&self, code: u8) -> u8 {
+        match code {
+            0 if self.missing.load(Ordering::Relaxed) => REPORT_MISSING,
+            code => code,
         }
     }
 
@@ -103,7 +120,11 @@ impl ReportOut {
     /// [`Error::Failed`] names the file and the reason.
     pub fn write_file(&self, report: &Report, guest: Option<GuestReport>) -> Result<(), Error> {
         match &self.file {
-            Some(file) => write_atomically(file, json(report, guest)?.as_bytes()),
+            Some(file) => {
+                let written = json(report, guest).and_then(|text| write_atomically(file, text.as_bytes()));
+                self.missing.store(written.is_err(), Ordering::Relaxed);
+                written
+            }
             None => Ok(()),
         }
     }
@@ -336,7 +357,11 @@ mod tests {
     }
 
     fn out(file: Option<PathBuf>) -> ReportOut {
-        ReportOut { file, quiet: true }
+        ReportOut {
+            file,
+            quiet: true,
+            missing: Arc::default(),
+        }
     }
 
     #[test]

@@ -16,6 +16,7 @@
 
 mod atomic_pages;
 mod backing;
+mod cgroup;
 mod content;
 mod device_memory;
 mod discard;

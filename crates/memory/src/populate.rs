@@ -1,5 +1,6 @@
 //! Populating guest RAM ahead of its use: a first touch costs more than the copy that it waits for.
 
+use crate::cgroup;
 use crate::error::{Error, Result};
 use crate::presence::Presence;
 use crate::ram::GuestMemory;
@@ -103,13 +104,15 @@ fn check_memory(needed: u64) -> Result<()> {
     }
 }
 
-/// The memory that the host could give without swapping (`MemAvailable`), bytes; `None` where it does not say.
+/// The memory that the host could give without swapping (`MemAvailable`), or what the control groups of this process leave
+/// it, whichever is less, bytes; `None` where neither says.
 ///
 /// # Errors
 /// `/proc/meminfo` cannot be read.
 pub fn available_bytes() -> Result<Option<u64>> {
     let text = std::fs::read_to_string("/proc/meminfo").map_err(|e| Error::sys("reading /proc/meminfo", e))?;
-    Ok(mem_field(&text, "MemAvailable:"))
+    let host = mem_field(&text, "MemAvailable:");
+    Ok(host.into_iter().chain(cgroup::available_bytes()).min())
 }
 
 /// A field of `/proc/meminfo`, in bytes.

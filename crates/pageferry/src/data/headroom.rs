@@ -34,8 +34,8 @@ impl Headroom {
         match available().filter(|&left| left < self.reserve_bytes) {
             None => Ok(()),
             Some(left) => Err(format!(
-                "the receiver's host has too little memory for this guest: {} MiB are left, and {} MiB are kept for the \
-                 rest of the host",
+                "the receiver's host, or the memory limit of its control group, has too little memory for this guest: {} MiB are \
+                 left, and {} MiB are kept for the rest of the host",
                 left >> 20,
                 self.reserve_bytes >> 20
             )),

@@ -172,7 +172,10 @@ mod tests {
         leaves.flat_map(all).map(sized).collect()
     }
 
-    fn limited() -> (BTreeMap<(u32, u32), [u32; 4]>, Vec<LeftOut>) {
+    /// By function and index.
+    type Told = BTreeMap<(u32, u32), [u32; 4]>;
+
+    fn limited() -> (Told, Vec<LeftOut>) {
         let mut entries = future();
         let left_out = limit(&mut entries);
         let row = |e: &kvm_cpuid_entry2| ((e.function, e.index), [e.eax, e.ebx, e.ecx, e.edx]);
