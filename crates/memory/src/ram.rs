@@ -226,11 +226,16 @@ impl GuestMemory {
         Ok(())
     }
 
-    /// What an error of reading or writing pages of a file means: that the file shrank, if it did.
+    /// What an error of reading or writing pages of a file means: that the file shrank, if it did, or that its file system
+    /// has no room for a page that was not there.
     pub(crate) fn read_error(&self, file: &File, range: PageRange, error: io::Error) -> Error {
         let expected = self.layout.total_bytes();
         match length_of(file) {
             Ok(got) if got < expected => Error::Truncated { range, got },
+            _ if self.storage.writable && error.raw_os_error() == Some(libc::EFAULT) => Error::sys(
+                format!("reaching pages {range} of the RAM file; is its file system full?"),
+                error,
+            ),
             _ => Error::sys(format!("reaching pages {range} of the RAM file"), error),
         }
     }
