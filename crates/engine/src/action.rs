@@ -342,6 +342,9 @@ pub enum DestinationAction {
     Restore(MachineState),
     /// Let the guest run. -> `Resumed`. Where it fails, whatever of the guest was started is stopped first.
     Resume,
+    /// The connections are lost: close what is left of them, so that the source finds out too. It may come back, see
+    /// [`DestinationEvent::Relinked`]. Not answered.
+    Disconnect,
     /// Throw machine and RAM away: this copy never runs again. No vCPU of it runs when it is answered. -> `Discarded`
     Discard,
     /// Close all connections once what was transmitted has left, and report. The last action.
@@ -352,7 +355,9 @@ impl DestinationAction {
     /// What it is called when it fails.
     pub fn step(&self) -> Step {
         match self {
-            DestinationAction::Transmit(_) | DestinationAction::Finished(_) => Step::Control,
+            DestinationAction::Transmit(_) | DestinationAction::Disconnect | DestinationAction::Finished(_) => {
+                Step::Control
+            }
             DestinationAction::Prepare(_) => Step::Prepare,
             DestinationAction::Zero(_) => Step::Zero,
             DestinationAction::Digest { .. } => Step::Digest,

@@ -35,6 +35,32 @@ pub enum Fault {
     KeepSkips,
 }
 
+#[cfg(feature = "planted-faults")]
+impl Fault {
+    /// All of them.
+    pub const ALL: [Fault; 14] = [
+        Fault::AcceptLateHint,
+        Fault::ForgetGiveBack,
+        Fault::AskBeforeTracking,
+        Fault::SkipBarrier,
+        Fault::ForgetEndHints,
+        Fault::ForgetHarvest,
+        Fault::ForgetRecheck,
+        Fault::ResumeAfterCommit,
+        Fault::ResumeBeforeCommit,
+        Fault::AnswerBeforeDiscard,
+        Fault::ForgetStopTracking,
+        Fault::StayPausedWithoutLink,
+        Fault::ForgetInFlight,
+        Fault::KeepSkips,
+    ];
+
+    /// The one of this name.
+    pub fn named(name: &str) -> Option<Fault> {
+        Fault::ALL.into_iter().find(|fault| format!("{fault:?}") == name)
+    }
+}
+
 /// What is planted.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Planted {

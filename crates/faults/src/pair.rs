@@ -308,6 +308,7 @@ impl Pair {
                     self.destination_end = Some(*outcome);
                     self.to_source.push_back(Control::Gone);
                 }
+                DestinationAction::Disconnect => self.to_source.push_back(Control::Gone),
                 action => self.destination_work.push_back(action),
             }
         }

@@ -80,6 +80,7 @@ impl Destination {
         }
         self.link.down = Some((self.now, error));
         self.timers.set(Timer::Relink, self.now.saturating_add(self.patience()));
+        self.push(crate::DestinationAction::Disconnect);
     }
 
     /// The source may find out later than this side.
@@ -104,6 +105,8 @@ impl Destination {
             let why = "the migration cannot be taken up again: the machine's state had come, and is being restored";
             return self.fail(Error::RefusedHere(why.to_owned()));
         }
+        // The old connections are gone; these must not be closed for them.
+        self.actions.retain(crate::DestinationAction::is_on_guest);
         let since = self.link.down.take().map_or(self.now, |(since, _)| since);
         let passed = self.now.saturating_sub(since);
         self.link.report.resumed += 1;

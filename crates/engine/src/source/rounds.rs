@@ -186,13 +186,10 @@ impl Rounds {
         }
     }
 
-    /// These free pages are to be filled, those left out that a stream has.
+    /// These free pages are to be filled, those left out that a stream was given: they may be at the destination, though
+    /// nobody here knows.
     pub(super) fn fill(&mut self, mut pages: PageSet) {
-        for chunk in self.in_flight.values() {
-            for range in ranges_of(&chunk.content) {
-                pages.remove_range(*range);
-            }
-        }
+        pages.subtract(&self.handed);
         self.fill = pages;
     }
 

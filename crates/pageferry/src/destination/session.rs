@@ -180,7 +180,7 @@ impl<'a> Session<'a> {
     fn event(&mut self, event: Option<DestinationEvent>) {
         match event {
             // The connection's end is known already.
-            Some(DestinationEvent::StreamGone { .. }) if self.back.is_some() => {}
+            Some(DestinationEvent::StreamGone { .. }) if self.out.is_none() => {}
             Some(event @ (DestinationEvent::Failed { .. } | DestinationEvent::StreamGone { .. })) => {
                 tracing::debug!(?event, "a data stream failed");
                 self.held.hold(event);
@@ -398,6 +398,13 @@ impl<'a> Session<'a> {
                     }
                 }
                 self.transmit(&message);
+            }
+            DestinationAction::Disconnect => {
+                // Unless the source has new ones already.
+                if self.back.is_none() {
+                    self.let_go();
+                    self.out = None;
+                }
             }
             DestinationAction::Finished(outcome) => return Some(outcome),
             action => {

@@ -154,7 +154,7 @@ impl Destination {
                 at(step, self.guest(step)?.machine.resume())?;
                 DestinationEvent::Resumed
             }
-            DestinationAction::Transmit(_) | DestinationAction::Finished(_) => {
+            DestinationAction::Transmit(_) | DestinationAction::Disconnect | DestinationAction::Finished(_) => {
                 return Err((step, "this is no action on the guest".to_owned()));
             }
         };

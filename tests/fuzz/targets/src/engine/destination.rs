@@ -289,7 +289,7 @@ impl Rig {
                 self.discarded = true;
                 DestinationEvent::Discarded
             }
-            DestinationAction::Transmit(_) | DestinationAction::Finished(_) => return,
+            DestinationAction::Transmit(_) | DestinationAction::Disconnect | DestinationAction::Finished(_) => return,
         };
         self.event(event);
     }
@@ -362,7 +362,10 @@ impl Rig {
                 self.discarding = true;
             }
             DestinationAction::Finished(outcome) => self.finished(outcome),
-            DestinationAction::Prepare(_) | DestinationAction::Zero(_) | DestinationAction::Digest { .. } => {}
+            DestinationAction::Prepare(_)
+            | DestinationAction::Zero(_)
+            | DestinationAction::Digest { .. }
+            | DestinationAction::Disconnect => {}
         }
     }
 
