@@ -6,7 +6,7 @@ mod common;
 
 use common::peer::FakeReceiver;
 use common::*;
-use pageferry::{Ask, Ending, Finished, Migration};
+use pageferry::{Abandoned, Ask, Ending, Finished, Migration};
 use pages::Layout;
 use std::sync::atomic::Ordering;
 use wire::{Accept, Message, NotRunning};
@@ -217,6 +217,29 @@ async fn cancel_from_either_side() {
         assert!(destination.guest.is_none() && source.guest.is_some());
         assert!(!made.lock().unwrap()[0].is_running());
         probe.assert_unharmed();
+    }
+}
+
+/// Neither does Commit leave a source that was abandoned, nor does a destination act on one.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_abandoned_is_not_handed_over() {
+    for by_source in [true, false] {
+        let (receiving, address, made) = receiver(receive_options());
+        let (guest, _probe) = busy_guest(&layout(), None);
+        let sending = Migration::send(guest, &address, send_options(1));
+        let abandon = || {
+            if by_source {
+                sending.abandoner()()
+            } else {
+                receiving.abandoner()()
+            }
+        };
+        assert_eq!((abandon(), abandon()), (Abandoned::Before, Abandoned::Before));
+        let (source, destination) = guarded(async { tokio::join!(sending.finish(), receiving.finish()) }).await;
+        assert_ne!(source.outcome.ending, Ending::Completed);
+        assert_ne!(destination.outcome.ending, Ending::Completed);
+        assert!(destination.guest.is_none() && source.guest.is_some());
+        assert!(!made.lock().unwrap()[0].is_running(), "it was handed over");
     }
 }
 
