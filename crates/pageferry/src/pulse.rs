@@ -2,6 +2,7 @@
 
 use crate::handle::Watch;
 use engine::{Progress, Time};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Progress is published so often at most: making it counts sets of pages.
@@ -10,12 +11,20 @@ const PUBLISH_EVERY: Duration = Duration::from_millis(10);
 /// How long a data stream's failure is held back for the peer's own words, which come on the control connection.
 const GRACE: Duration = Duration::from_millis(500);
 
+/// A time-out that is seen so late was slept over: the process was stopped, or its whole machine was.
+const SLEPT: Duration = Duration::from_millis(500);
+
+/// How long what the peer said meanwhile may take to be read.
+const AWAKE: Duration = Duration::from_millis(100);
+
 /// A loop's clock and its tie to the handle.
 #[derive(Debug)]
 pub(crate) struct Pulse {
     watch: Watch,
     started: Instant,
     published: Option<Instant>,
+    /// The last time-out that was slept over, and when it counts all the same.
+    slept: Mutex<Option<(Time, Instant)>>,
 }
 
 impl Pulse {
@@ -25,6 +34,7 @@ impl Pulse {
             watch,
             started,
             published: None,
+            slept: Mutex::default(),
         }
     }
 
@@ -33,12 +43,25 @@ impl Pulse {
         self.started.elapsed()
     }
 
-    /// Returns at `deadline`; never, where there is none.
+    /// Returns at `deadline`; never, where there is none. One that was slept over passes a moment later, once: the peer's
+    /// words lie in the socket then, and are to be heard before its silence is.
     pub(crate) async fn until(&self, deadline: Option<Time>) {
-        match deadline.and_then(|deadline| self.started.checked_add(deadline)) {
-            Some(deadline) => tokio::time::sleep_until(deadline.into()).await,
-            None => std::future::pending().await,
+        let Some((deadline, at)) = deadline.and_then(|d| Some((d, self.started.checked_add(d)?))) else {
+            return std::future::pending().await;
+        };
+        tokio::time::sleep_until(at.into()).await;
+        if at.elapsed() >= SLEPT {
+            tokio::time::sleep_until(self.awake_at(deadline).into()).await;
         }
+    }
+
+    /// When `deadline`, which was slept over, counts.
+    fn awake_at(&self, deadline: Time) -> Instant {
+        let mut slept = self.slept.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = slept.filter(|(of, _)| *of == deadline);
+        slept
+            .insert(known.unwrap_or_else(|| (deadline, Instant::now() + AWAKE)))
+            .1
     }
 
     /// Returns when somebody cancels.
@@ -92,5 +115,32 @@ impl<E> Held<E> {
             }
         }
         std::future::pending().await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The loop asks anew after each event: a time-out that was slept over waits for the peer's words, but not for ever.
+    #[tokio::test]
+    async fn a_time_out_that_was_slept_over_passes_a_moment_later_and_once() {
+        let started = Instant::now().checked_sub(Duration::from_secs(60)).unwrap();
+        let pulse = Pulse::new(Watch::default(), started);
+        let due = Some(Duration::from_secs(5));
+        let passes_at_once = async || {
+            tokio::select! {
+                biased;
+                () = pulse.until(due) => true,
+                () = std::future::ready(()) => false,
+            }
+        };
+        assert!(!passes_at_once().await, "the peer's words are not waited for");
+        assert!(!passes_at_once().await);
+        pulse.until(due).await;
+        assert!(passes_at_once().await, "each event puts the time-out off");
+        // One that has just passed was not slept over.
+        let just = Some(pulse.now());
+        pulse.until(just).await;
     }
 }
