@@ -126,9 +126,14 @@ impl Harm {
         }
         let done = vec![arrived(DONE)];
         match phase {
-            // The receiver begins to restore the machine as soon as all is there, and then it is too late.
+            // The receiver begins to restore the machine as soon as all is there, and then it is too late. Each side ends
+            // for what it saw first.
             Phase::LastRoundEnd | Phase::Section | Phase::StateEnd | Phase::Ready => {
-                [done, self.outcomes_without_window(phase, commit_passed)].concat()
+                let mut outcomes = [done, self.outcomes_without_window(phase, commit_passed)].concat();
+                for code in [LOST, SILENT] {
+                    outcomes.extend([LOST, SILENT].map(|left| (code, Left::Code(left), Runs::Source)));
+                }
+                outcomes
             }
             _ => done,
         }

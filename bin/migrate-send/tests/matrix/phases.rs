@@ -118,7 +118,7 @@ impl Seen {
     }
 
     /// Some pages of a batch have passed.
-    pub(crate) fn pages(&mut self, _round: u32) {
+    pub(crate) fn pages(&mut self) {
         self.pages = true;
     }
 

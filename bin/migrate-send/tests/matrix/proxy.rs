@@ -95,6 +95,8 @@ pub(crate) struct Hub {
     seen: Mutex<Seen>,
     fired: Mutex<bool>,
     has_fired: Condvar,
+    /// The phase is about to end: whoever does not end it waits for the harm.
+    frozen: AtomicBool,
     /// Bytes that are still to crawl.
     crawling: AtomicUsize,
     /// The next thing of the right kind is to be damaged.
@@ -130,6 +132,7 @@ impl Proxy {
             seen: Mutex::default(),
             fired: Mutex::default(),
             has_fired: Condvar::new(),
+            frozen: AtomicBool::new(false),
             crawling: AtomicUsize::new(0),
             damaging: AtomicBool::new(false),
             ended: AtomicBool::new(false),
@@ -217,25 +220,21 @@ fn accept(listener: &TcpListener, to: &str, hub: &Arc<Hub>) {
 
 /// Serves one connection, on this thread and another.
 fn serve(link: &Arc<Link>, hub: &Arc<Hub>) {
-    let mut up = Pump {
+    let pump = |way| Pump {
         link,
         hub,
-        way: Way::Up,
+        way,
+        goes_last: false,
     };
+    let mut up = pump(Way::Up);
     if let Some(role) = up.preamble() {
-        let (link, hub) = (Arc::clone(link), Arc::clone(hub));
-        let down = std::thread::spawn(move || {
-            let (link, hub, way) = (&link, &hub, Way::Down);
-            Pump { link, hub, way }.run(role);
-            hub.links
-                .lock()
-                .unwrap()
-                .retain(|l| !Arc::ptr_eq(l, link) || l.mode() != Mode::Dropped);
+        std::thread::scope(|scope| {
+            scope.spawn(|| pump(Way::Down).run(role));
+            up.run(role);
         });
-        up.run(role);
-        down.join().unwrap();
     }
-    up.hub.links.lock().unwrap().retain(|l| !Arc::ptr_eq(l, up.link));
+    // With the last of its holders the connection is closed.
+    hub.links.lock().unwrap().retain(|l| !Arc::ptr_eq(l, link));
 }
 
 /// One way of a connection.
@@ -243,6 +242,8 @@ struct Pump<'a> {
     link: &'a Arc<Link>,
     hub: &'a Arc<Hub>,
     way: Way,
+    /// What it passes on ends the phase.
+    goes_last: bool,
 }
 
 impl Pump<'_> {
@@ -269,12 +270,10 @@ impl Pump<'_> {
     fn reply(&mut self, role: ConnectionRole) -> Option<()> {
         let mut bytes = [0; wire::REPLY_BYTES];
         self.fill(&mut bytes)?;
-        self.pass(&bytes)?;
+        let control = role == ConnectionRole::Control;
+        self.pass_and_note(&bytes, |seen, _| seen.connected |= control)?;
         match role {
-            ConnectionRole::Control => {
-                self.hub.reached(|seen| seen.connected = true);
-                self.frames()
-            }
+            ConnectionRole::Control => self.frames(),
             ConnectionRole::Data { .. } => {
                 // Nothing comes this way but the end.
                 let mut byte = [0];
@@ -301,11 +300,8 @@ impl Pump<'_> {
                 hub.fire();
                 continue;
             }
-            hub.let_harm_come_first(&message);
             let harmed = hub.damage_frame(way, &message, &mut bytes);
-            self.pass(&bytes)?;
-            let lost = self.link.mode() == Mode::Closed(way);
-            hub.reached(|seen| seen.message(&message, harmed || lost));
+            self.pass_and_note(&bytes, |seen, lost| seen.message(&message, harmed || lost))?;
         }
     }
 
@@ -325,10 +321,9 @@ impl Pump<'_> {
             while left > 0 {
                 let mut pages = vec![0; left.min(SLICE_BYTES)];
                 self.fill(&mut pages)?;
-                self.pass(&pages)?;
+                self.pass_and_note(&pages, |seen, _| seen.pages())?;
                 left -= pages.len();
                 self.hub.carry(pages.len() as u64);
-                self.hub.reached(|seen| seen.pages(header.round()));
             }
             self.hub.reached(|seen| seen.batch(header.round(), header.is_marker()));
         }
@@ -377,9 +372,26 @@ impl Pump<'_> {
         (self.link.mode() != Mode::Dropped && !self.hub.ended()).then_some(())
     }
 
+    /// Passes bytes on, and notes what they are; where they end the phase, nothing else passes before the harm is done.
+    fn pass_and_note(&mut self, bytes: &[u8], note: impl Fn(&mut Seen, bool)) -> Option<()> {
+        self.goes_last = self.hub.freeze_if_last(|seen| note(seen, false));
+        let passed = self.pass(bytes);
+        if passed.is_some() {
+            let lost = self.link.mode() == Mode::Closed(self.way);
+            self.hub.reached(|seen| note(seen, lost));
+        }
+        if std::mem::take(&mut self.goes_last) {
+            self.hub.frozen.store(false, Ordering::SeqCst);
+        }
+        passed
+    }
+
     fn pass(&mut self, bytes: &[u8]) -> Option<()> {
         let mut done = 0;
         while done < bytes.len() {
+            while self.hub.frozen.load(Ordering::SeqCst) && !self.goes_last && !self.hub.ended() {
+                std::thread::sleep(TICK / 10);
+            }
             self.may_take()?;
             if self.link.mode() == Mode::Closed(self.way) {
                 return Some(());
@@ -427,21 +439,21 @@ impl Hub {
         }
     }
 
+    /// Whether the phase is over with what is to be noted; if it is, nobody else passes anything on.
+    fn freeze_if_last(&self, note: impl FnOnce(&mut Seen)) -> bool {
+        let fired = self.fired.lock().unwrap();
+        let mut seen = self.seen.lock().unwrap().clone();
+        note(&mut seen);
+        let last = !*fired && self.at.is_over(&seen);
+        if last {
+            self.frozen.store(true, Ordering::SeqCst);
+        }
+        last
+    }
+
     /// Whether this is not passed on before the harm is done.
     fn holds(&self, message: &Message) -> bool {
         self.at == Phase::CommitHeld && matches!(message, Message::Commit(_))
-    }
-
-    /// At the end of `Commit` the receiver's answer is quick, and comes after the harm all the same.
-    fn let_harm_come_first(&self, message: &Message) {
-        if self.at == Phase::Commit && matches!(message, Message::Running(_)) {
-            let fired = self.fired.lock().unwrap();
-            drop(
-                self.has_fired
-                    .wait_while(fired, |fired| !*fired && !self.ended())
-                    .unwrap(),
-            );
-        }
     }
 
     /// Does the harm, once.
