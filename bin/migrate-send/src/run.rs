@@ -56,6 +56,7 @@ fn options(arguments: &Arguments, to: &Address) -> Result<SendOptions, Error> {
         connect_timeout: arguments.send.connect_timeout,
         max_bandwidth: Some(arguments.send.max_bandwidth).filter(|&rate| rate > 0),
         compress: arguments.send.compress,
+        checksum: arguments.send.checksum,
         security: (arguments.send.security).plan("--to", to, arguments.send.tls_name.as_deref())?,
         ..SendOptions::default()
     })

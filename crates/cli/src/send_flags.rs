@@ -148,6 +148,9 @@ pub struct SendFlags {
     /// Digest RAM on both sides while the guest is paused, and compare
     #[arg(long)]
     pub verify: bool,
+    /// Send a checksum over the pages of each batch, as they are sent; the receiver uses none before it has compared
+    #[arg(long)]
+    pub checksum: bool,
     /// Only run both sides' checks: exits 0 if both agree, 3 if one refuses, 4 if no receiver answers
     #[arg(long)]
     pub dry_run: bool,

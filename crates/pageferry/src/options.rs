@@ -1,5 +1,6 @@
 //! A guest as the library takes it, and the settings of both sides.
 
+use crate::data::Totals;
 use crate::{Error, Security};
 use engine::{DestinationConfig, SourceConfig};
 use machine::{DirtyTracker, FreePages, GuestRam, Machine, MachineConfig};
@@ -102,6 +103,9 @@ pub struct SendOptions {
     pub socket_buffer_bytes: usize,
     /// Whether, and by what, pages are packed.
     pub compress: Compress,
+    /// Whether each batch has a checksum over its pages as they are sent, which the receiver compares before it uses any.
+    /// Costs a copy.
+    pub checksum: bool,
     /// How connections are protected: the receiver has to be told the same.
     pub security: Security,
 }
@@ -114,12 +118,19 @@ impl Default for SendOptions {
             max_bandwidth: None,
             socket_buffer_bytes: 4 << 20,
             compress: Compress::default(),
+            checksum: false,
             security: Security::default(),
         }
     }
 }
 
 impl SendOptions {
+    /// Whether the receiver, as far as it has said what it takes, takes what is asked for; else a sentence.
+    pub(crate) fn check_receiver(&self, totals: &Totals) -> Result<(), String> {
+        totals.check(self.compress)?;
+        if self.checksum { totals.check_sums() } else { Ok(()) }
+    }
+
     pub(crate) fn check(&self) -> Result<(), Error> {
         let streams = self.source.streams;
         if streams == 0 || streams > MAX_STREAMS {

@@ -22,6 +22,23 @@ pub enum Error {
         /// What the bytes give.
         computed: u32,
     },
+    /// The payload of a batch is not what was sent.
+    #[error(
+        "batch {seq} of round {round} on stream {stream}: its payload's checksum is {said:#010x}, its bytes give \
+         {computed:#010x}: damaged on the way, and no byte of it was used"
+    )]
+    PayloadChecksum {
+        /// On which stream.
+        stream: u16,
+        /// Its number there.
+        seq: u32,
+        /// Of which round.
+        round: u32,
+        /// What the source wrote.
+        said: u32,
+        /// What the bytes give.
+        computed: u32,
+    },
     /// A range of versions without a version.
     #[error("the peer names protocol versions {} to {}, which is no range of versions", .0.min, .0.max)]
     VersionRange(VersionRange),

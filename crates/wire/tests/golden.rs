@@ -121,6 +121,12 @@ const PACKED: &str = concat!(
             "50474254000003000200000000000000010000000040000002000000bc020000000000008ec49b641000000000000000",
             "04000000000000000000000000000000"
         );
+/// The same, with a checksum over those 700 bytes, of which number i is 7 * i.
+#[rustfmt::skip]
+const CHECKED: &str = concat!(
+            "50474254020003000200000000000000010000000040000002000000bc020000412e3630192cb0921000000000000000",
+            "04000000000000000000000000000000"
+        );
 #[rustfmt::skip]
 const MARKER: &str = "504742540100030002000000010000000000000000000000000000000000000000000000f8c59878";
 
@@ -198,6 +204,27 @@ fn batch_and_marker() {
         (header.stream(), header.round(), header.seq(), header.run_count()),
         (3, 2, 1, 0)
     );
+}
+
+#[test]
+fn checked_batches() {
+    let payload: Vec<u8> = (0..700u32).map(|i| (7 * i).to_le_bytes()[0]).collect();
+    let mut builder = BatchBuilder::new(3);
+    builder.start(2);
+    let run = Run {
+        range: range(16, 4),
+        kind: RunKind::Data,
+    };
+    assert!(builder.push(run).unwrap());
+    builder.check(&payload);
+    assert_eq!(hex(builder.finish_packed(Codec::Zstd, 700).unwrap()), CHECKED);
+    let golden = bytes(CHECKED);
+    let header = decode_header(golden[..40].try_into().unwrap()).unwrap();
+    assert!(header.is_checked());
+    assert_eq!(header.check_payload(&payload), Ok(()));
+    // The next one has none unless it is asked for again.
+    assert!(builder.push(run).unwrap());
+    assert_eq!(builder.finish_packed(Codec::Zstd, 700).unwrap()[4..6], [0, 0]);
 }
 
 #[test]

@@ -139,8 +139,8 @@ fn case_19_counts_in_a_batch_header() {
         }
     ));
     assert!(matches!(
-        refused(Raw { flags: 2, ..raw }),
-        Error::Reserved { value: 2, .. }
+        refused(Raw { flags: 4, ..raw }),
+        Error::Reserved { value: 4, .. }
     ));
     assert!(matches!(
         refused(Raw { runs: 0, ..raw }),

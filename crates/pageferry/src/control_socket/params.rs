@@ -78,6 +78,9 @@ pub struct MigrateParams {
     pub verify: bool,
     /// Checks only.
     pub dry_run: bool,
+    /// Checksums over the pages of each batch.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub checksum: bool,
     /// TLS, by what the files hold: a host may have no way to them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tls: Option<TlsPem>,
@@ -131,6 +134,7 @@ impl MigrateParams {
             resume_window_ms: ms(source.resume_window),
             verify: source.verify,
             dry_run: source.dry_run,
+            checksum: options.checksum,
             tls: options.security.tls.as_ref().map(|tls| tls.pem().clone()),
             token: options.security.token.clone(),
             insecure: options.security.insecure,
@@ -180,6 +184,7 @@ impl MigrateParams {
             connect_timeout: duration("connect_timeout_ms", self.connect_timeout_ms)?,
             max_bandwidth: Some(self.max_bandwidth_bytes_per_s).filter(|&rate| rate > 0),
             compress: self.compress,
+            checksum: self.checksum,
             security: self.security()?,
             ..SendOptions::default()
         };
@@ -250,6 +255,7 @@ mod tests {
             connect_timeout: Duration::from_secs(4),
             max_bandwidth: Some(1 << 40),
             compress: Compress::Zstd(3),
+            checksum: true,
             security: Security {
                 token: Some(Token::new(b"0123456789abcdef\x00\xff").unwrap()),
                 ..Security::insecure()

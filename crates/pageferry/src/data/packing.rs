@@ -11,7 +11,7 @@ use engine::CompressReport;
 use machine::{GuestRam, PageKind};
 use pages::{PAGE_BYTES, PageRange, Pfn};
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 use wire::batch::Codec;
@@ -33,6 +33,8 @@ const PAGE: usize = 4096;
 pub(crate) struct Totals {
     /// The codecs that the receiver offered, as bits. Set before it accepts, and so before anything is sent.
     offered: AtomicU32,
+    /// The version of the protocol that the control connection speaks.
+    version: AtomicU16,
     /// Bytes of pages by what they were packed by: nothing, then by [`Codec::number`].
     raw: [AtomicU64; 3],
     wire: AtomicU64,
@@ -51,6 +53,28 @@ impl Totals {
     /// How many did so far.
     pub(crate) fn written(&self) -> u64 {
         self.written.load(Ordering::Relaxed)
+    }
+
+    /// The receiver speaks this version of the protocol.
+    pub(crate) fn speaks(&self, version: u16) {
+        self.version.store(version, Ordering::Release);
+    }
+
+    /// Whether the receiver takes checksums; else a sentence.
+    pub(crate) fn check_sums(&self) -> Result<(), String> {
+        let version = self.version.load(Ordering::Acquire);
+        if version < wire::CHECKSUM_SINCE {
+            return Err(format!(
+                "the receiver speaks version {version} of the protocol, which has no checksums over pages (--checksum): \
+                 leave it out, or upgrade the receiver"
+            ));
+        }
+        if self.offered().is_empty() {
+            return Err(format!(
+                "the receiver cannot check pages before it uses them (--checksum): {TAKES_NONE}; leave it out"
+            ));
+        }
+        Ok(())
     }
 
     /// The receiver takes these.

@@ -169,12 +169,19 @@ impl Receiver {
             }
         }
         self.ram.expect(data);
+        if header.is_checked() && self.version < wire::CHECKSUM_SINCE {
+            return Err(failed(format!(
+                "data stream {}: a batch has a checksum, which version {} of the protocol does not have",
+                self.stream, self.version
+            )));
+        }
         if let Some(codec) = header.codec() {
             return self.unpack(codec, header, data, unpacking);
         }
-        let Some(socket) = self.socket.plain() else {
+        let Some(socket) = self.socket.plain().filter(|_| !header.is_checked()) else {
             let raw = sized(&mut unpacking.raw, header.payload_bytes());
             self.read_exact(raw)?;
+            header.check_payload(raw).map_err(failed_check)?;
             return self.copy_in(data, raw);
         };
         let (mut done, total) = (0, header.payload_bytes());
@@ -209,6 +216,7 @@ impl Receiver {
         let Unpacking { unpacker, packed, raw } = unpacking;
         let packed = sized(packed, header.wire_bytes());
         self.read_exact(packed)?;
+        header.check_payload(packed).map_err(failed_check)?;
         let raw = sized(raw, header.payload_bytes());
         let unpacked = unpacker.unpack(codec, packed, raw);
         unpacked.map_err(|e| failed(format!("data stream {stream}: {e}")))?;
@@ -263,6 +271,11 @@ impl Receiver {
 /// A failure that has nothing to do with the connection.
 fn failed(error: String) -> Broken {
     Broken::Failed(Step::Receive, error)
+}
+
+/// The payload is not what was sent.
+fn failed_check(error: wire::Error) -> Broken {
+    failed(error.to_string())
 }
 
 /// What a stream unpacks with: its buffers are made once, as large as the largest batch that came.

@@ -52,6 +52,8 @@ pub(crate) struct Sender {
     pub(crate) buffer_bytes: usize,
     pub(crate) skip_zero: bool,
     pub(crate) compress: Compress,
+    /// Whether batches say the checksum of their payload.
+    pub(crate) checksum: bool,
     /// Data streams of the migration.
     pub(crate) streams: u16,
     pub(crate) totals: Arc<Totals>,
@@ -83,6 +85,13 @@ impl Sender {
         let (events, totals) = (self.events.clone(), Arc::clone(&self.totals));
         // Nothing is told to be sent before the receiver has accepted, and said what it takes.
         let Ok(first) = commands.recv() else { return Ok(()) };
+        if self.checksum && version < wire::CHECKSUM_SINCE {
+            return Err(failed(format!(
+                "data stream {} speaks version {version} of the protocol, which has no checksums over pages (--checksum), \
+                 though the control connection has them: are there two receivers at this address?",
+                self.stream
+            )));
+        }
         let packing = self
             .packing(&socket, version >= wire::PACKING_SINCE, &totals)
             .map_err(failed)?;
@@ -258,10 +267,14 @@ impl Sending<'_> {
             return Ok(());
         }
         let sender = &self.sender;
-        let staged = self.socket.is_tls();
+        let staged = self.socket.is_tls() || sender.checksum;
         let batch = self.packing.pack(&*sender.ram, &self.data, staged).map_err(failed)?;
         let raw = raw_bytes(self.data_pages);
         let (codec, pack_ns) = (batch.codec, batch.pack_ns);
+        if let Some(bytes) = batch.bytes.filter(|_| sender.checksum) {
+            // Of the copy that is sent: the guest may have written since.
+            self.builder.check(bytes);
+        }
         let (head, payload_bytes) = match (codec, batch.bytes) {
             (Some(codec), Some(bytes)) => {
                 let head = self.builder.finish_packed(codec, bytes.len());

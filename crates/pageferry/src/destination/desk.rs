@@ -190,9 +190,9 @@ async fn accept(acceptor: Acceptor, patience: Duration, security: Security, out:
         let socket = match acceptor.accept().await {
             Ok(socket) => socket,
             Err(error) => {
-                // Descriptors may be used up: the oldest stranger's is the least loss.
+                // Descriptors may be used up: strangers who have had their time are the least loss.
                 tracing::warn!(%error, "a connection could not be accepted");
-                strangers.drop_oldest();
+                while !strangers.0.is_empty() && strangers.drop_oldest().is_none() {}
                 tokio::time::sleep(ACCEPT_PAUSE).await;
                 continue;
             }

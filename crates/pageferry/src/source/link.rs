@@ -189,6 +189,7 @@ impl Route {
             buffer_bytes: options.socket_buffer_bytes,
             skip_zero: options.source.skip.zero,
             compress: options.compress,
+            checksum: options.checksum,
             streams: options.source.streams,
             totals: Arc::clone(&self.totals),
             ram: Arc::clone(&self.ram),

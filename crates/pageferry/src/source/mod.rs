@@ -185,12 +185,15 @@ impl Sending {
     fn incoming(&mut self, incoming: Incoming) {
         let totals = &self.route.totals;
         let event = match incoming {
-            Incoming::Agreed(version) => return self.engine.speaks(version),
+            Incoming::Agreed(version) => {
+                totals.speaks(version);
+                return self.engine.speaks(version);
+            }
             Incoming::Message(Message::Offer(offer)) if !self.accepted => {
                 totals.offer(offer.codecs);
                 return;
             }
-            Incoming::Message(Message::Accept(accept)) => match totals.check(self.route.options.compress) {
+            Incoming::Message(Message::Accept(accept)) => match self.route.options.check_receiver(totals) {
                 Ok(()) => {
                     self.accepted = true;
                     SourceEvent::Message(Message::Accept(accept))

@@ -36,6 +36,8 @@ pub struct BatchBuilder {
     floor: Pfn,
     /// The batch was finished: the next push starts another.
     finished: bool,
+    /// Of the payload of the batch that is finished next.
+    sum: Option<u32>,
 }
 
 impl BatchBuilder {
@@ -52,6 +54,7 @@ impl BatchBuilder {
             payload_bytes: 0,
             floor: Pfn(0),
             finished: false,
+            sum: None,
         }
     }
 
@@ -147,6 +150,12 @@ impl BatchBuilder {
         Ok(&self.head)
     }
 
+    /// Has the batch that is finished next say the checksum of `payload`, what follows its table. Only where both sides
+    /// speak version 3.
+    pub fn check(&mut self, payload: &[u8]) {
+        self.sum = Some(crc32c::crc32c(payload));
+    }
+
     fn seal(&mut self, packing: Option<(Codec, u32)>) -> Result<()> {
         if self.is_empty() {
             return Err(Error::BatchShape {
@@ -160,6 +169,9 @@ impl BatchBuilder {
         super::write_header(&mut self.head, 0, self.stream, words);
         if let Some((codec, packed_bytes)) = packing {
             super::write_packing(&mut self.head, codec, packed_bytes);
+        }
+        if let Some(sum) = self.sum.take() {
+            super::write_sum(&mut self.head, sum);
         }
         let crc = crc32c::crc32c_append(crc32c::crc32c(&self.head[..CRC_AT]), &self.head[HEADER_BYTES..]);
         self.head[CRC_AT..HEADER_BYTES].copy_from_slice(&crc.to_le_bytes());
@@ -209,6 +221,7 @@ impl BatchBuilder {
         self.payload_bytes = 0;
         self.floor = Pfn(0);
         self.finished = false;
+        self.sum = None;
     }
 }
 

@@ -8,7 +8,7 @@
 //! | header | | run | |
 //! |---|---|---|---|
 //! | 0 | magic `PGBT`, u32 | 0 | first page's frame number, u64 |
-//! | 4 | flags, u16; bit 0: end-of-round marker | 8 | pages, u64 |
+//! | 4 | flags, u16; bit 0: end-of-round marker, bit 1: checked | 8 | pages, u64 |
 //! | 6 | stream, u16 | 16 | kind, u32: 0 data, 1 zero, 2 fill |
 //! | 8 | round, u32 | 20 | value to fill with, u32; 0 for the other kinds |
 //! | 12 | number of the batch on its stream, u32, from 0 | | |
@@ -16,14 +16,15 @@
 //! | 20 | bytes of payload, u32, at most [`MAX_PAYLOAD_BYTES`] | | |
 //! | 24 | codec, u32: 0 none, else [`Codec::number`] | | |
 //! | 28 | packed bytes that follow the table, u32, fewer than the payload's; 0 with codec 0 | | |
-//! | 32 | reserved, 4 bytes of 0 | | |
+//! | 32 | crc32c over the bytes that follow the table, u32, of a checked batch; else 0 | | |
 //! | 36 | crc32c over the 36 bytes before and the table, u32 | | |
 //!
 //! A marker is a header alone and ends its round on its stream; it has a number like any batch.
 //!
 //! Invariants that [`decode_runs`] lets nothing past without: each run has a page and lies within one region of the
-//! layout; runs ascend and do not overlap; the data runs' pages are the payload, to the byte. The payload has no
-//! checksum: TCP has one, and `--verify` compares all of RAM.
+//! layout; runs ascend and do not overlap; the data runs' pages are the payload, to the byte. In version 3 a batch may be
+//! *checked*: its header has a checksum over the payload as it is sent, packed or not. Without, TCP's and `--verify` are
+//! what there is.
 
 mod builder;
 mod codec;
@@ -54,6 +55,9 @@ pub const MAX_TABLE_BYTES: usize = MAX_RUNS * RUN_BYTES;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"PGBT");
 const MARKER: u16 = 1;
+const CHECKED: u16 = 2;
+/// Where a checked batch has the checksum of its payload.
+const SUM_AT: usize = 32;
 /// Where the header's checksum lies: behind all that it covers of the header.
 const CRC_AT: usize = 36;
 
@@ -99,6 +103,8 @@ pub struct BatchHeader {
     payload_bytes: u32,
     codec: Option<Codec>,
     packed_bytes: u32,
+    /// Of the payload as it is sent.
+    sum: Option<u32>,
     crc: u32,
     /// Of the header's own bytes.
     crc_so_far: u32,
@@ -145,6 +151,32 @@ impl BatchHeader {
         self.codec
     }
 
+    /// Whether [`BatchHeader::check_payload`] has something to go by. Only in version 3 of the protocol and later.
+    pub fn is_checked(&self) -> bool {
+        self.sum.is_some()
+    }
+
+    /// Compares what followed the table, all of [`BatchHeader::wire_bytes`], with the header's checksum. Nothing to say
+    /// against it where there is none.
+    ///
+    /// # Errors
+    ///
+    /// The payload was changed on the way: stream, batch and round are named.
+    pub fn check_payload(&self, payload: &[u8]) -> Result<()> {
+        let Some(said) = self.sum else { return Ok(()) };
+        let computed = crc32c::crc32c(payload);
+        if computed == said {
+            return Ok(());
+        }
+        Err(Error::PayloadChecksum {
+            stream: self.stream,
+            seq: self.seq,
+            round: self.round,
+            said,
+            computed,
+        })
+    }
+
     /// How many bytes follow the table: the pages', or fewer where they are packed.
     pub fn wire_bytes(&self) -> usize {
         match self.codec {
@@ -171,10 +203,14 @@ pub fn decode_header(bytes: &[u8; HEADER_BYTES]) -> Result<BatchHeader> {
         payload_bytes: fields.get_u32_le(),
         codec: Codec::from_number(fields.get_u32_le())?,
         packed_bytes: fields.get_u32_le(),
+        sum: (flags & CHECKED != 0).then(|| (&bytes[SUM_AT..]).get_u32_le()),
         crc: (&bytes[CRC_AT..]).get_u32_le(),
         crc_so_far: crc32c::crc32c(&bytes[..CRC_AT]),
     };
-    let reserved = u64::from(flags & !MARKER) | u64::from(fields.get_u32_le());
+    // A marker has no payload to check.
+    let known = if header.marker { MARKER } else { MARKER | CHECKED };
+    let unused = if header.sum.is_some() { 0 } else { fields.get_u32_le() };
+    let reserved = u64::from(flags & !known) | u64::from(unused);
     if reserved != 0 {
         return Err(Error::Reserved {
             what: "a batch's header",
@@ -342,6 +378,13 @@ fn write_header(out: &mut [u8], flags: u16, stream: u16, words: [u32; 4]) {
         out[8 + 4 * i..12 + 4 * i].copy_from_slice(&word.to_le_bytes());
     }
     out[24..CRC_AT].fill(0);
+}
+
+/// Adds to a header the checksum of its payload.
+fn write_sum(out: &mut [u8], sum: u32) {
+    let flags = u16::from_le_bytes([out[4], out[5]]) | CHECKED;
+    out[4..6].copy_from_slice(&flags.to_le_bytes());
+    out[SUM_AT..CRC_AT].copy_from_slice(&sum.to_le_bytes());
 }
 
 /// Adds to a header what its pages are packed by, and to how much.

@@ -1,0 +1,93 @@
+//! Checksums over the pages of each batch, on a link that changes a byte.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::*;
+use pageferry::{Address, Compress, Ending, Finished, Migration, SendOptions};
+use pages::Layout;
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+
+/// Of a data connection, the byte that is changed: in the pages of the first batch.
+const AT: usize = 200_000;
+
+/// Carries connections to `to`; changes a byte of each data connection if it is to.
+fn link(to: &Address, damage: bool) -> Address {
+    let Address::Tcp { port, .. } = *to else {
+        panic!("not TCP")
+    };
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("tcp:{}", listener.local_addr().unwrap()).parse().unwrap();
+    std::thread::spawn(move || {
+        while let Ok((near, _)) = listener.accept() {
+            let far = TcpStream::connect(("127.0.0.1", port)).unwrap();
+            let (near_too, far_too) = (near.try_clone().unwrap(), far.try_clone().unwrap());
+            std::thread::spawn(move || carry(near, far, damage));
+            std::thread::spawn(move || carry(far_too, near_too, false));
+        }
+    });
+    address
+}
+
+fn carry(mut from: TcpStream, mut to: TcpStream, damage: bool) {
+    let (mut seen, mut is_data) = (0, false);
+    let mut buffer = vec![0; 64 << 10];
+    while let Ok(n) = from.read(&mut buffer) {
+        if n == 0 {
+            break;
+        }
+        let bytes = &mut buffer[..n];
+        // The preamble's role: 2 is data.
+        is_data |= seen == 0 && n > 12 && bytes[12] == 2;
+        if damage && is_data && (seen..seen + n).contains(&AT) {
+            bytes[AT - seen] ^= 0x10;
+        }
+        seen += n;
+        if to.write_all(bytes).is_err() {
+            break;
+        }
+    }
+    // Either may be gone.
+    let _ = to.shutdown(Shutdown::Write);
+}
+
+async fn over(damage: bool, checksum: bool, compress: Compress) -> (Finished, Finished, Probe, Probe) {
+    let (guest, probe) = busy_guest(&Layout::flat(5000).unwrap(), None);
+    let (receiving, address, made) = receiver(receive_options());
+    let options = SendOptions {
+        checksum,
+        compress,
+        ..send_options(1)
+    };
+    let sending = Migration::send(guest, &link(&address, damage), options);
+    let (source, destination) = guarded(async { tokio::join!(sending.finish(), receiving.finish()) }).await;
+    let there = made.lock().unwrap().pop().unwrap();
+    (source, destination, probe, there)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn pages_with_checksums_arrive() {
+    for compress in [Compress::None, Compress::Lz4] {
+        let (source, destination, here, there) = over(false, true, compress).await;
+        assert_eq!(source.outcome.ending, Ending::Completed, "{:?}", source.outcome.error);
+        assert_eq!(destination.outcome.ending, Ending::Completed);
+        assert_same_ram(&here, &there, &[]);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_byte_that_changed_on_the_way_is_found_before_it_is_used() {
+    let (source, destination, here, there) = over(true, true, Compress::None).await;
+    for error in [source.outcome.error.unwrap(), destination.outcome.error.unwrap()] {
+        assert!(error.contains("batch 0 of round 0 on stream 0"), "{error}");
+    }
+    assert_eq!(source.outcome.ending, Ending::Failed);
+    here.assert_unharmed();
+    assert!(!there.is_running());
+    // The link does what it is there for: without checksums the byte gets in.
+    let (source, _, here, there) = over(true, false, Compress::None).await;
+    assert_eq!(source.outcome.ending, Ending::Completed, "{:?}", source.outcome.error);
+    let differs = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| assert_same_ram(&here, &there, &[])));
+    assert!(differs.is_err(), "no byte was changed");
+}
