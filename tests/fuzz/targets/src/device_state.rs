@@ -83,6 +83,9 @@ fn board(u: &mut Unstructured<'_>) -> Result<()> {
     }
     accesses(u, &source, &ram)?;
     let good = source.save().expect("a board that runs is saved");
+    if let Err(error) = make().restore(&good) {
+        panic!("whatever its guest did, a board's state is taken: {error}");
+    }
     let state = changed(u, &good)?;
 
     let other = make();
@@ -156,7 +159,15 @@ fn accesses(u: &mut Unstructured<'_>, board: &FuzzedBoard, ram: &GuestMemory) ->
             true => u.int_in_range(0..=15)?,
             false => u.arbitrary()?,
         };
-        match u.int_in_range(0..=5)? {
+        match u.int_in_range(0..=6)? {
+            6 => {
+                // An available index that runs ahead, or a head that is none, and a kick.
+                let (device, queue) = (u.int_in_range(0..=1)?, u.int_in_range(0..=4u32)?);
+                let ring = 0x1000 + 0x1000 * (device * 8 + u64::from(queue));
+                let at = ring + if u.arbitrary()? { 0x402 } else { 0x406 };
+                ram.write(at, &value.to_le_bytes()[..2]).expect("rings lie in RAM");
+                write(board, device, 0x50, queue);
+            }
             0 => {
                 let port = *u.choose(&[0x3f8, 0x3f9, 0x3fa, 0x3fb, 0x3fc, 0x60, 0x64, 0x600, 0x601])?;
                 board.port(port, Some(&value.to_le_bytes()[..1]), &mut [0]);

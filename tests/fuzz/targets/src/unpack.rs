@@ -18,15 +18,17 @@ pub fn unpack(input: &[u8]) {
         return comes_back(codec_of, 1 + pages % 19, rest);
     }
     let bytes = (usize::from(pages % 32) + 1) * 4096;
-    let raw = guarded(&mut unpacker, codec_of, rest, bytes);
+    let raw = guarded(&mut unpacker, codec_of, rest, vec![0; bytes]);
     // Whatever came first, what comes next unpacks as if it were the first.
     let good = [[7u8; 4096].as_slice(), rest].concat();
     comes_back_by(&mut unpacker, codec_of, 1, &good);
-    assert_eq!(guarded(&mut fresh, codec_of, rest, bytes), raw);
+    // Whatever the buffer held before, none of it is left.
+    assert_eq!(guarded(&mut fresh, codec_of, rest, vec![0xff; bytes]), raw);
 }
 
-fn guarded(unpacker: &mut Unpacker, codec: Codec, packed: &[u8], bytes: usize) -> Option<Vec<u8>> {
-    let mut raw = [vec![0; bytes], GUARD.to_vec()].concat();
+fn guarded(unpacker: &mut Unpacker, codec: Codec, packed: &[u8], mut raw: Vec<u8>) -> Option<Vec<u8>> {
+    let bytes = raw.len();
+    raw.extend(GUARD);
     let done = unpacker.unpack(codec, packed, &mut raw[..bytes]);
     assert_eq!(raw[bytes..], GUARD, "bytes behind the batch's pages were written");
     raw.truncate(bytes);
