@@ -82,6 +82,12 @@ impl Link {
         self.down.is_some()
     }
 
+    /// Whether they are lost and new ones not asked for yet: a guest's action is under way. What still comes over the old
+    /// ones would be taken for the answer of the new ones.
+    pub(super) fn is_given_up(&self) -> bool {
+        self.down.as_ref().is_some_and(|down| !down.asked)
+    }
+
     pub(super) fn report(&self) -> LinkReport {
         self.report
     }

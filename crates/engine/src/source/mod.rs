@@ -428,12 +428,14 @@ impl Source {
         self.heard();
         match (self.state, message) {
             (_, Message::Ping) => {}
+            (_, Message::Abort { reason, .. }) if self.link.is_down() => self.resume_refused(&plain(&reason)),
+            // The last words over connections that are given up.
+            _ if self.link.is_given_up() => {}
             (_, Message::Have(have)) if self.link.is_down() => self.has(&have),
             (_, Message::Resumed { round, wire_bytes }) if self.link.is_down() => self.resumed(round, wire_bytes),
             (_, Message::Refuse { reasons }) if self.link.is_down() => {
                 self.resume_refused(&plain(&reasons.join("; ")));
             }
-            (_, Message::Abort { reason, .. }) if self.link.is_down() => self.resume_refused(&plain(&reason)),
             (_, Message::Abort { reason, cause }) => {
                 self.peer_aborted(Error::Aborted {
                     peer: PEER,
