@@ -33,12 +33,32 @@ pub enum Fault {
     ForgetInFlight,
     /// The destination keeps what it was told would be left out, and is told again.
     KeepSkips,
+    /// A source does not notice that nothing comes from the destination.
+    NoPeerTimeout,
+    /// A destination waits for a lost source without end.
+    WaitWithoutEnd,
+    /// A page that a stream was given is filled too, if the guest called it free later.
+    FillInFlight,
+    /// A source listens to connections that it has given up.
+    HearOldWords,
+    /// A chunk that is reported sent while the connections are lost counts as sent.
+    CountSentWithoutLink,
+    /// A guest that was paused for its last round, and goes on as the connections are lost, has no round after that one.
+    KeepLastRound,
+    /// The state that was saved before the connections were lost is sent over the new ones.
+    KeepSavedState,
+    /// The destination keeps the state that came over connections that were lost.
+    KeepHandover,
+    /// A round is closed while pages are still being zeroed.
+    CloseBeforeZeroed,
+    /// A guest that was paused before the migration runs after it failed.
+    ResumePausedGuest,
 }
 
 #[cfg(feature = "planted-faults")]
 impl Fault {
     /// All of them.
-    pub const ALL: [Fault; 14] = [
+    pub const ALL: [Fault; 24] = [
         Fault::AcceptLateHint,
         Fault::ForgetGiveBack,
         Fault::AskBeforeTracking,
@@ -53,6 +73,16 @@ impl Fault {
         Fault::StayPausedWithoutLink,
         Fault::ForgetInFlight,
         Fault::KeepSkips,
+        Fault::NoPeerTimeout,
+        Fault::WaitWithoutEnd,
+        Fault::FillInFlight,
+        Fault::HearOldWords,
+        Fault::CountSentWithoutLink,
+        Fault::KeepLastRound,
+        Fault::KeepSavedState,
+        Fault::KeepHandover,
+        Fault::CloseBeforeZeroed,
+        Fault::ResumePausedGuest,
     ];
 
     /// The one of this name.

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 
 use engine::{Ask, Ending, OnTimeout, Phase, SkipSet, Step};
-use faults::{Control, Mishaps, Pair, Setup};
+use faults::{Mishaps, Pair, Setup};
 use pages::{Layout, PageRange, Pfn};
 use std::sync::Arc;
 use std::time::Duration;
@@ -240,7 +240,7 @@ fn case_30_the_session_is_ended_on_every_way_out() {
     type Way = fn(&mut Pair);
     let ways: [Way; 4] = [
         |p| p.source.handle(engine::SourceEvent::Cancel, p.now),
-        |p| p.to_source.push_back(Control::Gone),
+        Pair::break_link,
         |p| p.mishaps.silence = Some(p.steps),
         |p| {
             p.source.handle(

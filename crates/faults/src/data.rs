@@ -1,14 +1,21 @@
 //! The data plane as a model: each stream sends its chunks in order, a few pages at a time as they are at that moment,
-//! and delivers them in order some time later.
+//! in batches of `wire`; they are read in pieces, and pages are in memory as soon as their bytes are.
 
 use crate::guest::POISON;
-use crate::pair::{Control, Pair, kind_of};
-use engine::{Chunk, Content, DestinationEvent, ReceivedRun, RunKind, SourceEvent, Step};
+use crate::pair::{Pair, kind_of};
+use engine::{Chunk, Content, DestinationEvent, ReceivedRun, RunKind, SourceEvent, Step, Time};
 use pages::{Layout, PageRange, PageSet, Pfn};
 use std::collections::VecDeque;
+use wire::batch::{self, BatchBuilder, BatchHeader, HEADER_BYTES, Run, StreamOrder};
 
 /// Pages that a batch has at most.
 const BATCH: u64 = 24;
+/// Bytes that a page's content takes in the model.
+const CONTENT: usize = 8;
+/// Bytes on their way that block a stream.
+const ROOM: usize = 2048;
+/// What free pages are filled with.
+const PATTERN: u32 = 0xaaaa_aaaa;
 
 #[derive(Clone, Debug)]
 enum Item {
@@ -21,34 +28,33 @@ struct Sending {
     chunk: Chunk,
     rest: VecDeque<PageRange>,
     zero: Vec<PageRange>,
-    pages: u64,
     payload: u64,
+    wire: u64,
 }
 
-#[derive(Clone, Debug)]
-enum Parcel {
-    Batch {
-        round: u32,
-        runs: Vec<(ReceivedRun, Vec<u64>)>,
-    },
-    Marker(u32),
-}
-
-/// One stream: what it has to send, and what is on its way.
-#[derive(Clone, Debug, Default)]
+/// One stream at the source: what it has to send.
+#[derive(Debug)]
 pub(crate) struct Stream {
     outgoing: VecDeque<Item>,
-    link: VecDeque<Parcel>,
-    broken: bool,
+    builder: BatchBuilder,
+    /// Since when it could send and its connection takes nothing.
+    pub(crate) blocked: Option<Time>,
+    /// Whether its end was told to the engine.
+    pub(crate) told: bool,
 }
 
 impl Stream {
-    pub(crate) fn may_send(&self) -> bool {
-        !self.outgoing.is_empty() && !self.broken
+    pub(crate) fn new(number: u16) -> Self {
+        Stream {
+            outgoing: VecDeque::new(),
+            builder: BatchBuilder::new(number),
+            blocked: None,
+            told: false,
+        }
     }
 
-    pub(crate) fn may_arrive(&self) -> bool {
-        !self.link.is_empty()
+    pub(crate) fn has_work(&self) -> bool {
+        !self.outgoing.is_empty()
     }
 
     pub(crate) fn hand(&mut self, chunk: Chunk) {
@@ -58,8 +64,8 @@ impl Stream {
             chunk,
             rest,
             zero: Vec::new(),
-            pages: 0,
             payload: 0,
+            wire: 0,
         }));
     }
 
@@ -68,41 +74,58 @@ impl Stream {
     }
 }
 
+/// One stream at the destination: what came of a batch so far.
+#[derive(Debug)]
+pub struct Receiving {
+    order: StreamOrder,
+    buffer: Vec<u8>,
+    batch: Option<(BatchHeader, Vec<Run>, usize)>,
+    /// Zero pages of round 0 are not written: memory reads as zero.
+    leaves_zero: bool,
+}
+
+impl Receiving {
+    pub(crate) fn new(stream: u16, round: u32, leaves_zero: bool) -> Self {
+        Receiving {
+            order: StreamOrder::from_round(stream, round),
+            buffer: Vec::new(),
+            batch: None,
+            leaves_zero,
+        }
+    }
+}
+
 impl Pair {
+    /// Whether stream `k`'s connection takes something.
+    pub(crate) fn has_room(&self, k: usize) -> bool {
+        let pipe = &self.links[self.source_link].data[k];
+        !pipe.ended() && pipe.len() < ROOM
+    }
+
     /// A stream sends a batch or a marker.
     pub(crate) fn stream_sends(&mut self, k: usize) {
-        if self.destination_end.is_some() && self.to_source.iter().any(|c| matches!(c, Control::Gone)) {
-            // The peer has closed: the stream notices before or after the control connection does.
-            self.streams[k].broken = true;
-            if self.setup.holds {
-                return;
-            }
-            let error = "the peer closed it".to_owned();
-            return self.source.handle(
-                SourceEvent::Failed {
-                    step: Step::Send,
-                    error,
-                },
-                self.now,
-            );
-        }
+        let now = self.now;
         let Some(item) = self.streams[k].outgoing.pop_front() else {
             return;
         };
         let mut sending = match item {
-            Item::Marker(round) => return self.streams[k].link.push_back(Parcel::Marker(round)),
+            Item::Marker(round) => {
+                let marker = self.streams[k].builder.marker(round).unwrap();
+                return self.enter(k, &marker);
+            }
             Item::Chunk(sending) => sending,
         };
         if let Some(range) = sending.rest.pop_front() {
-            let (now, later) = range.split_at(1 + self.rng.below(BATCH));
+            let (part, later) = range.split_at(1 + self.rng.below(BATCH));
             if !later.is_empty() {
                 sending.rest.push_front(later);
             }
-            let runs = self.read(&mut sending, now);
-            self.streams[k].link.push_back(Parcel::Batch {
-                round: sending.chunk.round,
-                runs,
-            });
+            let batch = self.read(k, &mut sending, part);
+            self.enter(k, &batch);
+        }
+        if self.links[self.source_link].data[k].ended() {
+            // It broke while it was written to: nothing of it is told as sent.
+            return;
         }
         if !sending.rest.is_empty() {
             return self.streams[k].outgoing.push_front(Item::Chunk(sending));
@@ -110,81 +133,184 @@ impl Pair {
         let event = SourceEvent::Sent {
             stream: k as u16,
             chunk: sending.chunk.id,
-            wire_bytes: 64 + sending.payload,
+            wire_bytes: sending.wire,
             payload_bytes: sending.payload,
             zero: sending.zero,
         };
-        self.source.handle(event, self.now);
+        self.source.handle(event, now);
     }
 
-    /// Reads pages as they are now, in runs of one kind.
-    fn read(&mut self, sending: &mut Sending, range: PageRange) -> Vec<(ReceivedRun, Vec<u64>)> {
+    fn enter(&mut self, k: usize, bytes: &[u8]) {
+        self.links[self.source_link].data[k].write(bytes, self.now);
+    }
+
+    /// Reads pages as they are now: a batch of runs of one kind each, with its content.
+    fn read(&mut self, k: usize, sending: &mut Sending, range: PageRange) -> Vec<u8> {
         let skip_zero = self.setup.source.skip.zero;
+        let (mut runs, mut content): (Vec<Run>, Vec<u8>) = (Vec::new(), Vec::new());
         if matches!(sending.chunk.content, Content::Fill { .. }) {
-            let poison = vec![POISON; range.count() as usize];
-            return vec![(
-                ReceivedRun {
-                    range,
-                    kind: RunKind::Fill,
-                },
-                poison,
-            )];
-        }
-        let mut runs: Vec<(ReceivedRun, Vec<u64>)> = Vec::new();
-        for pfn in range.start().0..range.end().0 {
-            let index = self.setup.guest.layout.index_of(Pfn(pfn)).unwrap() as usize;
-            let version = self.guest.ram[index];
-            let kind = kind_of(version, skip_zero);
-            let one = PageRange::new(Pfn(pfn), 1).unwrap();
-            sending.pages += 1;
-            if kind == RunKind::Zero {
-                sending.zero.push(one);
-            } else {
-                sending.payload += 4096;
-            }
-            match runs.last_mut() {
-                Some((run, versions)) if run.kind == kind => {
-                    run.range = PageRange::between(run.range.start(), one.end());
-                    versions.push(version);
+            let kind = batch::RunKind::Fill(PATTERN);
+            runs.push(Run { range, kind });
+        } else {
+            for pfn in range.start().0..range.end().0 {
+                let index = self.setup.guest.layout.index_of(Pfn(pfn)).unwrap() as usize;
+                let version = self.guest.ram[index];
+                let one = PageRange::new(Pfn(pfn), 1).unwrap();
+                let kind = if kind_of(version, skip_zero) == RunKind::Zero {
+                    sending.zero.push(one);
+                    batch::RunKind::Zero
+                } else {
+                    content.extend_from_slice(&version.to_le_bytes());
+                    batch::RunKind::Data
+                };
+                match runs.last_mut() {
+                    Some(run) if run.kind == kind => run.range = PageRange::between(run.range.start(), one.end()),
+                    _ => runs.push(Run { range: one, kind }),
                 }
-                _ => runs.push((ReceivedRun { range: one, kind }, vec![version])),
             }
         }
-        runs
+        let builder = &mut self.streams[k].builder;
+        builder.start(sending.chunk.round);
+        for run in runs {
+            assert!(builder.push(run).unwrap(), "a batch of the model is small");
+        }
+        let (head, payload) = builder.finish().unwrap();
+        sending.wire += (head.len() + payload) as u64;
+        sending.payload += payload as u64;
+        self.written += (head.len() + payload) as u64;
+        let mut bytes = head.to_vec();
+        bytes.extend(content);
+        bytes
     }
 
-    /// A stream delivers: the pages are in memory, then the engine is told.
-    pub(crate) fn stream_arrives(&mut self, k: usize) {
-        let Some(parcel) = self.streams[k].link.pop_front() else {
-            return;
-        };
-        let stream = k as u16;
-        let event = match parcel {
-            Parcel::Marker(round) => DestinationEvent::Marker { stream, round },
-            Parcel::Batch { round, runs } => {
-                for (run, versions) in &runs {
-                    self.put(run.range, |i| versions[i]);
-                }
-                let payload_bytes = 4096 * runs.iter().map(|(run, _)| run.range.count()).sum::<u64>();
-                let runs = runs.into_iter().map(|(run, _)| run).collect();
-                DestinationEvent::Received {
-                    stream,
-                    round,
-                    runs,
-                    wire_bytes: 64 + payload_bytes,
-                    payload_bytes,
-                }
+    /// Some bytes of a stream arrive, or its end.
+    pub(crate) fn stream_arrives(&mut self, k: usize, most: usize) {
+        let link = &mut self.links[self.destination_link];
+        let pipe = &mut link.data[k];
+        if pipe.is_empty() {
+            if pipe.ended() && !pipe.told {
+                pipe.told = true;
+                let error = format!("data stream {k} ended");
+                self.destination
+                    .handle(DestinationEvent::StreamGone { error }, self.now);
             }
+            return;
+        }
+        let bytes = pipe.read(most);
+        link.receiving[k].buffer.extend(bytes);
+        while self.take_batch(k) {}
+    }
+
+    /// Takes a step in a batch; false where more bytes are needed.
+    fn take_batch(&mut self, k: usize) -> bool {
+        let layout = self.setup.guest.layout.clone();
+        let link = &mut self.links[self.destination_link];
+        let receiving = &mut link.receiving[k];
+        let Some((header, runs, done)) = &mut receiving.batch else {
+            let Some((head, rest)) = receiving.buffer.split_first_chunk::<HEADER_BYTES>() else {
+                return false;
+            };
+            let header = match batch::decode_header(head) {
+                Ok(header) => header,
+                Err(error) => return self.malformed(k, &error.to_string()),
+            };
+            let table = header.table_bytes();
+            if rest.len() < table {
+                return false;
+            }
+            let mut runs = Vec::new();
+            let read = receiving.order.expect(&header).and_then(|()| match header.is_marker() {
+                true => Ok(()),
+                false => batch::decode_runs(&header, &rest[..table], &layout, &mut runs),
+            });
+            if let Err(error) = read {
+                return self.malformed(k, &error.to_string());
+            }
+            receiving.buffer.drain(..HEADER_BYTES + table);
+            if header.is_marker() {
+                let (stream, round) = (k as u16, header.round());
+                self.destination
+                    .handle(DestinationEvent::Marker { stream, round }, self.now);
+            } else {
+                receiving.batch = Some((header, runs, 0));
+            }
+            return true;
+        };
+        let pages: Vec<usize> = runs
+            .iter()
+            .filter(|run| run.kind == batch::RunKind::Data)
+            .flat_map(|run| {
+                let first = layout.index_of(run.range.start()).unwrap() as usize;
+                first..first + run.range.count() as usize
+            })
+            .collect();
+        let (header, runs, done) = (*header, runs.clone(), done);
+        // Pages are in memory as soon as their bytes are, whatever becomes of the batch.
+        let mut written = Vec::new();
+        while *done < pages.len() && receiving.buffer.len() >= CONTENT {
+            let content: Vec<u8> = receiving.buffer.drain(..CONTENT).collect();
+            written.push((pages[*done], u64::from_le_bytes(content.try_into().unwrap())));
+            *done += 1;
+        }
+        let complete = *done == pages.len();
+        let leaves_zero = receiving.leaves_zero;
+        let flipped = link.data[k].flipped;
+        if complete {
+            link.receiving[k].batch = None;
+        }
+        for (index, version) in written {
+            self.copy.ram[index] = version;
+            self.content_flipped |= flipped;
+        }
+        if complete {
+            self.batch_is_here(k, &header, &runs, leaves_zero);
+        }
+        complete
+    }
+
+    fn batch_is_here(&mut self, k: usize, header: &BatchHeader, runs: &[Run], leaves_zero: bool) {
+        let mut received = Vec::new();
+        for run in runs {
+            let kind = match run.kind {
+                batch::RunKind::Data => RunKind::Data,
+                batch::RunKind::Zero => {
+                    if header.round() > 0 || !leaves_zero {
+                        self.put(run.range, 0);
+                    }
+                    RunKind::Zero
+                }
+                batch::RunKind::Fill(_) => {
+                    self.put(run.range, POISON);
+                    RunKind::Fill
+                }
+            };
+            received.push(ReceivedRun { range: run.range, kind });
+        }
+        let payload_bytes = header.payload_bytes() as u64;
+        let event = DestinationEvent::Received {
+            stream: k as u16,
+            round: header.round(),
+            runs: received,
+            wire_bytes: (HEADER_BYTES + header.table_bytes()) as u64 + payload_bytes,
+            payload_bytes,
         };
         self.destination.handle(event, self.now);
     }
 
-    /// Puts versions into the destination's memory.
-    pub(crate) fn put(&mut self, range: PageRange, version: impl Fn(usize) -> u64) {
+    /// What came is no batch: nothing more is read.
+    fn malformed(&mut self, k: usize, error: &str) -> bool {
+        self.links[self.destination_link].data[k].abandon();
+        let error = format!("data stream {k}: {error}");
+        let step = Step::Receive;
+        self.destination
+            .handle(DestinationEvent::Failed { step, error }, self.now);
+        false
+    }
+
+    /// Fills pages of the destination's memory with a version.
+    pub(crate) fn put(&mut self, range: PageRange, version: u64) {
         let first = self.setup.guest.layout.index_of(range.start()).unwrap() as usize;
-        for i in 0..range.count() as usize {
-            self.copy.ram[first + i] = version(i);
-        }
+        self.copy.ram[first..first + range.count() as usize].fill(version);
     }
 }
 
@@ -201,7 +327,10 @@ pub(crate) fn digests(ram: &[u64], excluded: &PageSet, chunk_pages: u64) -> Vec<
                 .filter(|pfn| !excluded.contains(Pfn(*pfn)))
                 .fold(0, |sum, pfn| {
                     let version = ram[layout.index_of(Pfn(pfn)).unwrap() as usize];
-                    u128::wrapping_add(sum, u128::from(version) * u128::from(pfn + 1) * 0x1_0000_0001_0000_0001)
+                    u128::wrapping_add(
+                        sum,
+                        u128::from(version).wrapping_mul(u128::from(pfn + 1) * 0x1_0000_0001_0000_0001),
+                    )
                 });
             sums.push(sum);
         }

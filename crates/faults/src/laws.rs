@@ -2,7 +2,7 @@
 
 use crate::guest::{GARBAGE, Guest, POISON};
 use crate::pair::{Copy, Pair};
-use engine::{Chunk, Content, Ending, SourceAction, Step};
+use engine::{Chunk, Content, Ending, SourceAction, Step, Time};
 use pages::{Layout, PageSet};
 use std::sync::Arc;
 use wire::Message;
@@ -14,6 +14,8 @@ pub(crate) struct Laws {
     round: u32,
     handed: PageSet,
     received: Option<u32>,
+    /// Pages of the open round that the destination says it has, while the source takes the migration up again.
+    has: PageSet,
 }
 
 impl Laws {
@@ -22,19 +24,32 @@ impl Laws {
             round: 0,
             handed: PageSet::empty(layout),
             received: None,
+            has: PageSet::empty(layout),
         }
     }
 
     pub(crate) fn source_hears(&mut self, message: &Message) {
-        if let Message::RoundReceived { round } = message {
-            self.received = Some(*round);
+        match message {
+            Message::RoundReceived { round } => self.received = Some(*round),
+            Message::Have(have) => {
+                for range in &have.ranges {
+                    self.has.insert_range(*range);
+                }
+            }
+            Message::Resumed { round, .. } if *round == self.round => {
+                self.handed.clone_from(&self.has);
+                self.has.clear();
+            }
+            Message::Resumed { round, .. } => self.received = round.checked_sub(1),
+            _ => {}
         }
     }
 
     /// A page once in a round; a round only after the destination has the one before.
     pub(crate) fn chunk(&mut self, chunk: &Chunk) -> Option<String> {
         if chunk.round != self.round {
-            if chunk.round != self.round + 1 || self.received != Some(self.round) {
+            // A round may have been empty.
+            if chunk.round < self.round || self.received != chunk.round.checked_sub(1) {
                 return Some(format!(
                     "a chunk of round {} while {:?} was received",
                     chunk.round, self.received
@@ -51,22 +66,24 @@ impl Laws {
         }
         None
     }
+}
 
-    /// The safe order of free-page skipping.
-    pub(crate) fn source_action(&self, action: &SourceAction, guest: &Guest, done: &[Step]) -> Option<String> {
-        match action {
-            SourceAction::Scan if !guest.tracking => Some("a scan before tracking was on".to_owned()),
-            SourceAction::BeginHints { .. } if !guest.tracking => Some("the guest asked before tracking".to_owned()),
-            SourceAction::BeginHints { session } if *session == 0 || guest.sessions.contains(session) => {
-                Some(format!("session {session} used twice, or 0"))
-            }
-            SourceAction::Harvest | SourceAction::Pause | SourceAction::Save if guest.session.is_some() => {
-                Some(format!("{action:?} while a session is open"))
-            }
-            SourceAction::Save if guest.waits => Some("state saved while the guest waits for its pages".to_owned()),
-            SourceAction::Save if !done.contains(&Step::Pause) => Some("state saved without a pause".to_owned()),
-            _ => None,
+/// The safe order of free-page skipping.
+pub(crate) fn source_action(action: &SourceAction, guest: &Guest) -> Option<String> {
+    match action {
+        SourceAction::Scan if !guest.tracking => Some("a scan before tracking was on".to_owned()),
+        SourceAction::BeginHints { .. } if !guest.tracking => Some("the guest asked before tracking".to_owned()),
+        SourceAction::BeginHints { session } if *session == 0 || guest.sessions.contains(session) => {
+            Some(format!("session {session} used twice, or 0"))
         }
+        SourceAction::Harvest | SourceAction::Pause | SourceAction::Save if guest.session.is_some() => {
+            Some(format!("{action:?} while a session is open"))
+        }
+        SourceAction::Save if guest.waits => Some("state saved while the guest waits for its pages".to_owned()),
+        SourceAction::Save | SourceAction::Digest { .. } if guest.running => {
+            Some("state saved of a guest that runs".to_owned())
+        }
+        _ => None,
     }
 }
 
@@ -77,11 +94,30 @@ impl Pair {
         }
     }
 
-    /// The destination's RAM is the source's, but for pages that the guest itself calls free; those are clean.
+    /// Who waits, waits for a bounded time.
+    pub(crate) fn check_progress(&mut self) {
+        let waited = self.now.saturating_sub(self.progress_at);
+        let (source, destination) = (&self.setup.source, &self.setup.destination);
+        let frozen = self.at_source.frozen_until.max(self.at_destination.frozen_until);
+        let longest = source.answer_timeout.max(destination.answer_timeout) + Time::from_secs(1);
+        let windows = source.resume_window + destination.resume_window;
+        let silence = 4 * (source.peer_timeout + destination.peer_timeout);
+        let digests = self.setup.source_digest + self.setup.destination_digest;
+        let bound = longest + windows + silence + digests + Time::from_secs(120);
+        if waited > bound && self.now > frozen + bound {
+            self.breach(format!("nobody did anything but wait for {waited:?}"));
+        }
+    }
+
+    /// The destination's RAM is the source's at the pause, but for pages that the guest itself calls free; those are clean.
+    /// Content that was damaged on its way is found by digests alone.
     pub(crate) fn check_ram(&mut self) {
+        if self.content_flipped && !self.setup.source.verify {
+            return;
+        }
         for i in 0..self.copy.ram.len() {
-            let (here, there) = (self.guest.ram[i], self.copy.ram[i]);
-            if !self.guest.free[i] && here != there {
+            let (here, there) = (self.saved_ram[i], self.copy.ram[i]);
+            if !self.saved_free[i] && here != there {
                 return self.breach(format!(
                     "page {i} in use: version {here} at the source, {there} at the destination"
                 ));
@@ -107,31 +143,60 @@ impl Pair {
     }
 
     fn end_breach(&self) -> Option<String> {
-        let (Some(source), Some(destination)) = (&self.source_end, &self.destination_end) else {
+        let (source, destination) = (&self.source_end, &self.destination_end);
+        let ended = (source.is_some() || self.at_source.dead) && (destination.is_some() || self.at_destination.dead);
+        if !ended {
             return Some(format!("no end after {} steps", self.steps));
-        };
-        if source.report.balloon.why.is_empty() {
+        }
+        if source.as_ref().is_some_and(|s| s.report.balloon.why.is_empty()) {
             return Some("no reason why the guest was asked or not".to_owned());
         }
-        for report in [&source.report, &destination.report] {
-            if !report.pages.adds_up() {
-                return Some(format!("fates that do not add up: {:?}", report.pages));
+        for outcome in source.iter().chain(destination) {
+            if !outcome.report.pages.adds_up() {
+                return Some(format!("fates that do not add up: {:?}", outcome.report.pages));
+            }
+            if let Some(accused) = outcome.error.as_deref().and_then(|error| self.accused(error)) {
+                return Some(accused);
             }
         }
-        let arrived = destination.ending == Ending::Completed;
+        let arrived = destination.as_ref().map(|d| d.ending == Ending::Completed);
+        let Some(source) = source else {
+            let runs = self.copy.running && arrived != Some(true);
+            return runs.then(|| "the destination runs a guest and has not completed".to_owned());
+        };
+        if self.copy.running && arrived != Some(true) {
+            return Some("the guest runs at a destination that did not complete".to_owned());
+        }
         match source.ending {
-            Ending::Completed if !arrived && !self.setup.source.dry_run => {
+            Ending::Completed if arrived == Some(false) && !self.setup.source.dry_run => {
                 return Some("the source completed and the destination did not".to_owned());
             }
-            Ending::Completed if !self.setup.source.dry_run => return self.completed_breach(),
+            Ending::Completed if !self.setup.source.dry_run && arrived.is_some() => return self.completed_breach(),
             Ending::Unknown if self.guest.running => return Some("resumed after Commit without an answer".to_owned()),
             Ending::Completed | Ending::Unknown => return None,
             _ => {}
         }
-        if arrived || self.copy.running {
+        if arrived == Some(true) {
             return Some("the guest runs at the destination although the source kept it".to_owned());
         }
         self.kept_breach()
+    }
+
+    /// Two sides that speak the same protocol find no fault with each other, unless bytes were changed on the way.
+    fn accused(&self, error: &str) -> Option<String> {
+        let changed = self.links.iter().any(|link| {
+            let pipes = link.data.iter().chain([&link.to_destination, &link.to_source]);
+            pipes.into_iter().any(|pipe| pipe.flipped)
+        });
+        let words = [
+            "the source sent ",
+            "the receiver sent ",
+            "internal error",
+            "checksum",
+            "verification failed",
+        ];
+        let accused = !changed && words.iter().any(|word| error.contains(word));
+        accused.then(|| format!("a side finds fault with the other, or with itself: {error}"))
     }
 
     /// After success: both sides tell the same.
@@ -141,7 +206,12 @@ impl Pair {
             &self.destination_end.as_ref()?.report,
         );
         let all = self.setup.guest.layout.total_pages();
-        if source.pages.total != all || source.pages != destination.pages {
+        // What was lost with connections and sent again, the source alone knows of.
+        let mut told = source.pages;
+        if self.links.len() > 1 && told.resent >= destination.pages.resent {
+            told.resent = destination.pages.resent;
+        }
+        if told.total != all || told != destination.pages {
             return Some(format!(
                 "unlike accounts: {:?} and {:?}",
                 source.pages, destination.pages
@@ -196,7 +266,7 @@ impl Pair {
         if self.guest.whole_at_stop == Some(false) && !failed(Step::GiveBack) {
             return Some("harvested pages were not given back".to_owned());
         }
-        let made = self.copy.made && !self.copy.discarded;
+        let made = self.copy.made && !self.copy.discarded && !self.at_destination.dead;
         made.then(|| "the destination kept its copy".to_owned())
     }
 }

@@ -12,12 +12,23 @@
 
 mod data;
 mod guest;
+mod happen;
 mod laws;
+mod link;
+mod mishaps;
 mod pair;
+mod reach;
 mod rng;
+mod seed;
 mod setup;
+mod sides;
 
 pub use guest::{GARBAGE, Guest, Make, POISON};
-pub use pair::{Control, Copy, Mishaps, Pair, set_of, state};
+pub use link::{Accident, Harm, Line};
+pub use mishaps::{AfterSave, Blow, Mishaps, Party};
+pub use pair::{Copy, Pair, Process, set_of, state};
 pub use rng::Rng;
+#[cfg(feature = "planted")]
+pub use seed::{SEEDS, caught};
+pub use seed::{Told, run_seed};
 pub use setup::{Fault, Setup};

@@ -1,40 +1,17 @@
 //! Both sides and all between; see the crate's documentation.
 
-use crate::data::{self, Stream};
+use crate::data::Stream;
 use crate::guest::{GARBAGE, Guest};
-use crate::laws;
+use crate::happen::Happening;
+use crate::laws::Laws;
+use crate::link::Link;
+use crate::mishaps::Mishaps;
 use crate::rng::Rng;
 use crate::setup::Setup;
-use engine::{
-    Destination, DestinationAction, DestinationEvent, Outcome, RunKind, Source, SourceAction, SourceEvent, Step, Time,
-};
+use engine::{Destination, DestinationAction, Outcome, RunKind, Source, SourceAction, Step, Time};
 use machine::{MachineState, Section};
 use pages::PageSet;
 use std::collections::VecDeque;
-use wire::Message;
-
-/// What crosses the control connection.
-#[derive(Clone, Debug)]
-pub enum Control {
-    Message(Message),
-    Gone,
-}
-
-/// What goes wrong, and when.
-#[derive(Clone, Debug, Default)]
-pub struct Mishaps {
-    /// The source's action on the guest of this number fails (counted from 0).
-    pub source_action: Option<usize>,
-    /// The destination's.
-    pub destination_action: Option<usize>,
-    /// The connection breaks in place of the message of this number, counted in both directions together.
-    pub message: Option<usize>,
-    /// Somebody cancels at the source, at the destination, before this step.
-    pub cancel_source: Option<usize>,
-    pub cancel_destination: Option<usize>,
-    /// From this step on nothing is carried in either direction, and nobody is told.
-    pub silence: Option<usize>,
-}
 
 /// The destination's machine.
 #[derive(Clone, Debug, Default)]
@@ -44,6 +21,15 @@ pub struct Copy {
     pub restored: bool,
     pub discarded: bool,
     pub running: bool,
+}
+
+/// How a process is, beside what its engine knows.
+#[derive(Clone, Debug, Default)]
+pub struct Process {
+    /// Killed: it does nothing any more, and its guest is gone with it.
+    pub dead: bool,
+    /// Stopped until then: its clock runs, and it does nothing.
+    pub frozen_until: Time,
 }
 
 /// Both sides and all between.
@@ -56,16 +42,23 @@ pub struct Pair {
     pub destination: Destination,
     pub guest: Guest,
     pub copy: Copy,
-    pub to_destination: VecDeque<Control>,
-    pub to_source: VecDeque<Control>,
-    source_work: VecDeque<SourceAction>,
-    destination_work: VecDeque<DestinationAction>,
-    /// When the digests under way are done.
-    source_digest: Option<Time>,
-    destination_digest: Option<Time>,
-    pub(crate) streams: Vec<Stream>,
+    pub at_source: Process,
+    pub at_destination: Process,
     pub source_end: Option<Outcome>,
     pub destination_end: Option<Outcome>,
+    pub links: Vec<Link>,
+    /// The links that each side uses, and whether the source does not look for another.
+    pub source_link: usize,
+    pub destination_link: usize,
+    pub linked: bool,
+    /// When the source's attempt to reach the destination again comes to something.
+    pub reaching: Option<Time>,
+    pub(crate) source_work: VecDeque<SourceAction>,
+    pub(crate) destination_work: VecDeque<DestinationAction>,
+    /// When the digests under way are done.
+    pub(crate) source_digest: Option<Time>,
+    pub(crate) destination_digest: Option<Time>,
+    pub(crate) streams: Vec<Stream>,
     pub mishaps: Mishaps,
     /// How many of each there were.
     pub source_actions: usize,
@@ -74,31 +67,46 @@ pub struct Pair {
     /// What the source did on the guest, and which step of it failed.
     pub done: Vec<Step>,
     pub failed_steps: Vec<Step>,
-    cut: bool,
-    pub(crate) laws: laws::Laws,
+    /// RAM when the machine was saved, and how often it was.
+    pub saved_ram: Vec<u64>,
+    pub saved_free: Vec<bool>,
+    pub saves: usize,
+    /// The step in which it was first.
+    pub(crate) saved_step: usize,
+    /// Bytes that streams have written.
+    pub(crate) written: u64,
+    pub content_flipped: bool,
+    /// When something other than a ping happened last.
+    pub(crate) progress_at: Time,
+    /// Whether this step carried nothing but pings.
+    pub(crate) pinged: bool,
+    pub(crate) laws: Laws,
     pub breaches: Vec<String>,
+    /// Whether each step is printed.
+    pub trace: bool,
 }
 
 impl Pair {
     pub fn new(setup: Setup) -> Self {
-        let mut rng = Rng::new(setup.seed);
-        let guest = Guest::new(setup.guest.clone(), &mut rng);
+        let guest = Guest::new(setup.guest.clone(), &mut Rng::new(setup.seed));
+        Pair::with_guest(setup, guest, Mishaps::default())
+    }
+
+    /// The same of a guest that was there before, and with mishaps.
+    pub fn with_guest(setup: Setup, guest: Guest, mishaps: Mishaps) -> Self {
         let layout = &setup.guest.layout;
         let total = layout.total_pages() as usize;
         let blank = if setup.destination.memory_is_zero { 0 } else { GARBAGE };
         let now = Time::ZERO;
-        let mut source = Source::new(
+        let source = Source::new(
             setup.source.clone(),
             setup.machine(),
             layout.clone(),
             setup.guest.running,
             now,
         );
-        if setup.early_state {
-            source.speaks(2);
-        }
         let mut pair = Pair {
-            rng,
+            rng: Rng::new(setup.seed ^ 0x5eed),
             now,
             steps: 0,
             source,
@@ -108,26 +116,43 @@ impl Pair {
                 ram: vec![blank; total],
                 ..Copy::default()
             },
-            to_destination: VecDeque::new(),
-            to_source: VecDeque::new(),
+            at_source: Process::default(),
+            at_destination: Process::default(),
+            source_end: None,
+            destination_end: None,
+            links: Vec::new(),
+            source_link: 0,
+            destination_link: 0,
+            linked: true,
+            reaching: None,
             source_work: VecDeque::new(),
             destination_work: VecDeque::new(),
             source_digest: None,
             destination_digest: None,
-            streams: vec![Stream::default(); usize::from(setup.source.streams)],
-            source_end: None,
-            destination_end: None,
-            mishaps: Mishaps::default(),
+            streams: Vec::new(),
+            mishaps,
             source_actions: 0,
             destination_actions: 0,
             messages: 0,
             done: Vec::new(),
             failed_steps: Vec::new(),
-            cut: false,
-            laws: laws::Laws::new(layout),
+            saved_ram: Vec::new(),
+            saved_free: Vec::new(),
+            saves: 0,
+            saved_step: 0,
+            written: 0,
+            content_flipped: false,
+            progress_at: now,
+            pinged: false,
+            laws: Laws::new(layout),
             breaches: Vec::new(),
+            trace: false,
             setup,
         };
+        pair.source.speaks(pair.setup.version);
+        pair.destination.speaks(pair.setup.version);
+        pair.open_link();
+        pair.read_streams(0);
         #[cfg(feature = "planted")]
         if let Some(fault) = pair.setup.fault {
             pair.source.plant(fault);
@@ -146,332 +171,50 @@ impl Pair {
     }
 
     pub fn over(&self) -> bool {
-        self.source_end.is_some()
-            && self.destination_end.is_some()
+        (self.at_source.dead || self.source_end.is_some())
+            && (self.at_destination.dead || self.destination_end.is_some())
             && self.source_work.is_empty()
             && self.destination_work.is_empty()
+    }
+
+    pub(crate) fn say(&self, what: impl FnOnce() -> String) {
+        if self.trace {
+            println!("{:>8} {:>12.6} s  {}", self.steps, self.now.as_secs_f64(), what());
+        }
     }
 
     /// One thing happens.
     pub fn step(&mut self) {
         self.steps += 1;
         self.now += Time::from_micros(1 + self.rng.below(40));
-        if self.mishaps.cancel_source == Some(self.steps) {
-            self.source.handle(SourceEvent::Cancel, self.now);
-        }
-        if self.mishaps.cancel_destination == Some(self.steps) {
-            self.destination.handle(DestinationEvent::Cancel, self.now);
-        }
-        let silent = self.mishaps.silence.is_some_and(|from| self.steps >= from);
-        // What is said after the session's end may come very late: in a later round, or at the pause.
-        let pausing = match self.source_work.front() {
-            Some(SourceAction::Pause) => true,
-            Some(SourceAction::Harvest) => self.done.last() == Some(&Step::Pause),
-            _ => false,
-        };
-        let late = pausing || self.rng.one_in(150);
-        let speaks = self.guest.has_to_say() && (self.guest.session.is_some() || late);
-        let (source_free, destination_free) = self.executors_free();
-        let mut may: Vec<u64> = Vec::new();
-        if !silent {
-            may.extend(std::iter::repeat_n(0, 2 * usize::from(!self.to_destination.is_empty())));
-            may.extend(std::iter::repeat_n(1, 2 * usize::from(!self.to_source.is_empty())));
-            for (k, stream) in self.streams.iter().enumerate() {
-                may.extend(std::iter::repeat_n(10 + k as u64, usize::from(stream.may_send())));
-                may.extend(std::iter::repeat_n(100 + k as u64, usize::from(stream.may_arrive())));
-            }
-        }
-        may.extend(std::iter::repeat_n(2, 2 * usize::from(source_free)));
-        may.extend(std::iter::repeat_n(3, 2 * usize::from(destination_free)));
-        may.extend(std::iter::repeat_n(
-            4,
-            usize::from(speaks) * if pausing { 40 } else { 1 },
-        ));
+        self.befall();
+        let may = self.happenings();
         let idle = may.is_empty();
-        if self.guest.running && self.guest.make.writes > 0 {
-            may.extend(std::iter::repeat_n(5, self.setup.writes_weight));
+        let lives = self.guest.running && self.guest.make.writes > 0 && self.source_acts();
+        let weight = if lives { self.setup.writes_weight as u64 } else { 0 };
+        let pick = self.rng.below(may.len() as u64 + weight);
+        if let Some(happening) = may.get(pick as usize) {
+            self.happen(*happening);
+        } else if weight > 0 {
+            self.happen(Happening::Live);
         }
-        if !may.is_empty() {
-            let pick = may[self.rng.below(may.len() as u64) as usize];
-            self.happen(pick);
-        }
-        if idle {
-            let next = self
-                .source
-                .poll_timeout()
-                .into_iter()
-                .chain(self.destination.poll_timeout())
-                .chain(self.source_digest)
-                .chain(self.destination_digest)
-                .min();
-            self.now = next.map_or(self.now, |at| at.max(self.now));
+        if idle && weight > 0 && self.rng.one_in(2) {
+            // The guest alone goes on for a moment.
+        } else if idle {
+            self.wait();
+        } else if !std::mem::take(&mut self.pinged) {
+            self.progress_at = self.now;
         }
         self.timers();
         self.drive();
         self.check_step();
+        self.check_progress();
     }
+}
 
-    /// Whether each side's executor has something to do and is not in the middle of a digest.
-    fn executors_free(&mut self) -> (bool, bool) {
-        let due = self.now + self.setup.source_digest;
-        self.source_digest = match self.source_work.front() {
-            Some(SourceAction::Digest { .. }) => self.source_digest.or(Some(due)),
-            _ => None,
-        };
-        let due = self.now + self.setup.destination_digest;
-        self.destination_digest = match self.destination_work.front() {
-            Some(DestinationAction::Digest { .. }) => self.destination_digest.or(Some(due)),
-            _ => None,
-        };
-        let done = |at: Option<Time>| at.is_none_or(|at| at <= self.now);
-        (
-            !self.source_work.is_empty() && done(self.source_digest),
-            !self.destination_work.is_empty() && done(self.destination_digest),
-        )
-    }
-
-    fn happen(&mut self, pick: u64) {
-        match pick {
-            0 => match self.to_destination.pop_front() {
-                Some(Control::Message(m)) => self.destination.handle(DestinationEvent::Message(m), self.now),
-                Some(Control::Gone) => {
-                    let error = "the peer closed it".to_owned();
-                    self.destination.handle(DestinationEvent::PeerGone { error }, self.now);
-                }
-                None => {}
-            },
-            1 => match self.to_source.pop_front() {
-                Some(Control::Message(m)) => {
-                    self.laws.source_hears(&m);
-                    self.source.handle(SourceEvent::Message(m), self.now);
-                }
-                Some(Control::Gone) => {
-                    let error = "the peer closed it".to_owned();
-                    self.source.handle(SourceEvent::PeerGone { error }, self.now);
-                }
-                None => {}
-            },
-            2 => self.source_works(),
-            3 => self.destination_works(),
-            4 => {
-                if let Some((session, answer)) = self.guest.speak(&mut self.rng) {
-                    self.source.handle(SourceEvent::Answered { session, answer }, self.now);
-                }
-            }
-            5 => self.guest.live(&mut self.rng),
-            k if k < 100 => self.stream_sends(k as usize - 10),
-            k => self.stream_arrives(k as usize - 100),
-        }
-    }
-
-    fn timers(&mut self) {
-        if self.source.poll_timeout().is_some_and(|at| at <= self.now) {
-            self.source.handle_timeout(self.now);
-        }
-        if self.destination.poll_timeout().is_some_and(|at| at <= self.now) {
-            self.destination.handle_timeout(self.now);
-        }
-    }
-
-    /// Takes all actions of both sides.
-    pub fn drive(&mut self) {
-        while let Some(action) = self.source.poll_action() {
-            if self.source_end.is_some() {
-                self.breach(format!("the source wants {action:?} after its end"));
-            }
-            match action {
-                SourceAction::Transmit(message) => self.carry(message, true),
-                SourceAction::Send { stream, chunk } => {
-                    let breach = self.laws.chunk(&chunk);
-                    self.breaches.extend(breach);
-                    self.streams[usize::from(stream)].hand(chunk);
-                }
-                SourceAction::EndRound { stream, round } => self.streams[usize::from(stream)].end_round(round),
-                SourceAction::Finished(outcome) => {
-                    self.source_end = Some(*outcome);
-                    self.to_destination.push_back(Control::Gone);
-                }
-                action => self.source_work.push_back(action),
-            }
-        }
-        while let Some(action) = self.destination.poll_action() {
-            if self.destination_end.is_some() {
-                self.breach(format!("the destination wants {action:?} after its end"));
-            }
-            match action {
-                DestinationAction::Transmit(message) => {
-                    let breach = laws::destination_says(&message, &self.copy);
-                    self.breaches.extend(breach);
-                    self.carry(message, false);
-                }
-                DestinationAction::Finished(outcome) => {
-                    self.destination_end = Some(*outcome);
-                    self.to_source.push_back(Control::Gone);
-                }
-                DestinationAction::Disconnect => self.to_source.push_back(Control::Gone),
-                action => self.destination_work.push_back(action),
-            }
-        }
-    }
-
-    fn carry(&mut self, message: Message, to_destination: bool) {
-        if self.mishaps.message == Some(self.messages) {
-            self.cut = true;
-            self.to_destination.push_back(Control::Gone);
-            self.to_source.push_back(Control::Gone);
-        }
-        self.messages += 1;
-        if let Err(error) = wire::validate(&message) {
-            self.breach(format!("a message that no frame takes: {error}"));
-        }
-        if self.cut {
-            return;
-        }
-        let link = if to_destination {
-            &mut self.to_destination
-        } else {
-            &mut self.to_source
-        };
-        link.push_back(Control::Message(message));
-    }
-
-    /// The source's executor carries one action on the guest out.
-    fn source_works(&mut self) {
-        self.source_digest = None;
-        let Some(action) = self.source_work.pop_front() else {
-            return;
-        };
-        let step = action.step();
-        if !self.failed_steps.contains(&Step::EndHints) {
-            let breach = self.laws.source_action(&action, &self.guest, &self.done);
-            self.breaches.extend(breach);
-        }
-        self.done.push(step);
-        let fails = self.mishaps.source_action == Some(self.source_actions);
-        self.source_actions += 1;
-        if fails {
-            self.failed_steps.push(step);
-            let error = "the host said no".to_owned();
-            return self.source.handle(SourceEvent::Failed { step, error }, self.now);
-        }
-        let guest = &mut self.guest;
-        let event = match action {
-            SourceAction::StartTracking => {
-                guest.start_tracking();
-                SourceEvent::TrackingStarted
-            }
-            SourceAction::Scan => SourceEvent::Scanned(Box::new(guest.scan(self.setup.source.skip.hole))),
-            SourceAction::BeginHints { session } => {
-                guest.begin(session, &mut self.rng);
-                SourceEvent::HintsBegun
-            }
-            SourceAction::Peek(range) => SourceEvent::Peeked(guest.peek(range)),
-            SourceAction::EndHints { hold, .. } => {
-                guest.end(hold);
-                SourceEvent::HintsEnded(guest.counts)
-            }
-            SourceAction::Recheck => SourceEvent::Rechecked(Box::new(guest.recheck())),
-            SourceAction::Harvest => SourceEvent::Harvested(guest.harvest()),
-            SourceAction::Pause => {
-                // Devices are drained: a last write of the VMM's own, which the log has.
-                if guest.running {
-                    guest.write(self.rng.below(guest.ram.len() as u64) as usize);
-                }
-                guest.running = false;
-                guest.find_out();
-                SourceEvent::Paused
-            }
-            SourceAction::Save => SourceEvent::Saved(self.setup.state()),
-            SourceAction::Digest { excluded, chunk_pages } => {
-                SourceEvent::Digested(data::digests(&guest.ram, &excluded, chunk_pages))
-            }
-            SourceAction::GiveBack(pages) => {
-                guest.log.union_with(&pages);
-                SourceEvent::GivenBack
-            }
-            SourceAction::StopTracking => {
-                guest.stop_tracking();
-                SourceEvent::TrackingStopped
-            }
-            SourceAction::Resume => {
-                guest.running = true;
-                SourceEvent::Resumed
-            }
-            _ => return,
-        };
-        self.source.handle(event, self.now);
-    }
-
-    /// The destination's executor carries one action out.
-    fn destination_works(&mut self) {
-        self.destination_digest = None;
-        let Some(action) = self.destination_work.pop_front() else {
-            return;
-        };
-        let step = action.step();
-        if step != Step::Discard {
-            let fails = self.mishaps.destination_action == Some(self.destination_actions);
-            self.destination_actions += 1;
-            if fails {
-                // The first vCPUs were started before one failed.
-                self.copy.running = step == Step::Resume;
-                let error = "the host said no".to_owned();
-                return self
-                    .destination
-                    .handle(DestinationEvent::Failed { step, error }, self.now);
-            }
-        }
-        let event = match action {
-            DestinationAction::Prepare(_) if !self.setup.refusals.is_empty() => {
-                DestinationEvent::Refused(self.setup.refusals.clone())
-            }
-            DestinationAction::Prepare(_) => {
-                self.copy.made = true;
-                DestinationEvent::Prepared {
-                    layout: self.setup.guest.layout.clone(),
-                    populated: false,
-                }
-            }
-            DestinationAction::Zero(ranges) => {
-                for range in ranges {
-                    self.put(range, |_| 0);
-                }
-                DestinationEvent::Zeroed
-            }
-            DestinationAction::Digest { excluded, chunk_pages } => {
-                DestinationEvent::Digested(data::digests(&self.copy.ram, &excluded, chunk_pages))
-            }
-            DestinationAction::Restore(state) => {
-                self.check_state(&state);
-                self.check_ram();
-                self.copy.restored = true;
-                DestinationEvent::Restored
-            }
-            DestinationAction::Resume => {
-                if self.copy.discarded || !self.copy.restored {
-                    self.breach("the destination resumes a guest that it does not have".to_owned());
-                }
-                self.copy.running = true;
-                DestinationEvent::Resumed
-            }
-            _ => {
-                self.copy.discarded = true;
-                self.copy.running = false;
-                DestinationEvent::Discarded
-            }
-        };
-        self.destination.handle(event, self.now);
-    }
-
-    fn check_state(&mut self, state: &MachineState) {
-        if *state != self.setup.state() {
-            self.breach(format!(
-                "the state that arrived is not the one that was saved: {state:?}"
-            ));
-        }
-    }
-
+impl Pair {
     pub fn breach(&mut self, what: String) {
+        self.say(|| format!("BREACH: {what}"));
         self.breaches.push(what);
     }
 
@@ -500,12 +243,12 @@ impl Pair {
     }
 }
 
-/// Saved state, the same in all runs.
-pub fn state() -> MachineState {
+/// Saved state, the same in all runs but for how often it was saved.
+pub fn state(saves: usize) -> MachineState {
     let section = |name: &str, bytes| Section {
         name: name.to_owned(),
         version: 1,
-        data: vec![7; bytes],
+        data: vec![saves as u8; bytes],
     };
     MachineState {
         sections: vec![section("vcpu0", 40), section("balloon", 3)],

@@ -28,13 +28,16 @@ pub struct Setup {
     pub refusals: Vec<String>,
     /// Whether the executor holds a stream's failure back until it has heard what the peer said last.
     pub holds: bool,
-    /// Whether the destination takes the state early.
-    pub early_state: bool,
+    /// Of the protocol: from 2 on the destination takes the state early, from 3 on lost connections are replaced.
+    pub version: u16,
     /// How long digesting takes at the source, at the destination.
     pub source_digest: Duration,
     pub destination_digest: Duration,
     /// Sections of the machine's state beside those that it always has: name and bytes.
     pub more_state: Vec<(&'static str, usize)>,
+    /// Whether what is done to the guest takes long, while all else goes on.
+    pub slow_source: bool,
+    pub slow_destination: bool,
     pub fault: Option<Fault>,
 }
 
@@ -73,10 +76,12 @@ impl Setup {
             writes_weight: 1,
             refusals: Vec::new(),
             holds: true,
-            early_state: true,
+            version: 2,
             source_digest: Duration::ZERO,
             destination_digest: Duration::ZERO,
             more_state: Vec::new(),
+            slow_source: false,
+            slow_destination: false,
             fault: None,
         }
     }
@@ -101,7 +106,7 @@ impl Setup {
         setup.guest.finishes = !rng.one_in(5);
         setup.guest.can_ask = !rng.one_in(8);
         setup.holds = rng.one_in(2);
-        setup.early_state = !rng.one_in(4);
+        setup.version = [1, 2, 3, 3, 3, 3, 3, 3][rng.below(8) as usize];
         setup.guest.holds_back = rng.one_in(2);
         setup.guest.torn = rng.one_in(3);
         setup.guest.stats = !rng.one_in(3);
@@ -136,7 +141,12 @@ impl Setup {
         }
         setup.destination.memory_is_zero = !rng.one_in(3);
         setup.destination.stay_paused = rng.one_in(6);
+        setup.source.resume_window = Duration::from_millis([0, 500, 5000, 5000, 30_000, 30_000][rng.below(6) as usize]);
+        setup.destination.resume_window =
+            Duration::from_millis([0, 5000, 30_000, 30_000, 30_000, 30_000][rng.below(6) as usize]);
         setup.writes_weight = rng.below(3) as usize;
+        setup.slow_source = rng.one_in(3);
+        setup.slow_destination = rng.one_in(3);
         setup.guest.leaves_silently = rng.one_in(3);
         setup.guest.believes_nothing_then = rng.one_in(2);
         setup
@@ -155,8 +165,8 @@ impl Setup {
         }
     }
 
-    pub fn state(&self) -> MachineState {
-        let mut state = crate::state();
+    pub fn state(&self, saves: usize) -> MachineState {
+        let mut state = crate::state(saves);
         for (name, bytes) in &self.more_state {
             state.sections.push(Section {
                 name: (*name).to_owned(),

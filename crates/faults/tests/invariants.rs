@@ -67,6 +67,7 @@ fn random_mishaps_leave_one_guest() {
             cancel_source: draw(5, 800),
             cancel_destination: draw(5, 800),
             silence: draw(6, 1000),
+            ..Mishaps::default()
         };
         run(Setup::random(seed), mishaps);
     }

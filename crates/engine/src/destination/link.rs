@@ -79,7 +79,9 @@ impl Destination {
             self.timers.clear(timer);
         }
         self.link.down = Some((self.now, error));
-        self.timers.set(Timer::Relink, self.now.saturating_add(self.patience()));
+        if !self.planted.has(Fault::WaitWithoutEnd) {
+            self.timers.set(Timer::Relink, self.now.saturating_add(self.patience()));
+        }
         self.push(crate::DestinationAction::Disconnect);
     }
 
@@ -114,7 +116,9 @@ impl Destination {
         self.timers.clear(Timer::Relink);
         self.heard();
         self.state = State::Receiving;
-        self.handover.forget();
+        if !self.planted.has(Fault::KeepHandover) {
+            self.handover.forget();
+        }
         let keep_skips = self.planted.has(Fault::KeepSkips);
         let Some(rounds) = &mut self.rounds else { return };
         let Some((round, here)) = rounds.reopen(self.now, keep_skips) else {

@@ -4,6 +4,7 @@ use super::{Destination, State};
 use crate::bandwidth;
 use crate::error::Error;
 use crate::fates::Fates;
+use crate::faults::Fault;
 use crate::{DestinationAction, Phase, Progress, ReceivedRun, RoundReport, Time};
 use pages::{Layout, PageRange, PageSet};
 use std::sync::Arc;
@@ -138,8 +139,8 @@ impl Rounds {
     }
 
     /// Whether the open round is complete.
-    fn complete(&self) -> bool {
-        self.end.is_some() && self.zeroing == 0 && self.markers.iter().all(|m| *m)
+    fn complete(&self, zeroed: bool) -> bool {
+        self.end.is_some() && zeroed && self.markers.iter().all(|m| *m)
     }
 
     /// Closes the open round; whether it was the last. `None` where there are no more numbers.
@@ -269,10 +270,11 @@ impl Destination {
     /// The barrier: says that the round is here, when all of it is.
     fn close_round_if_complete(&mut self) {
         let now = self.now;
+        let anyway = self.planted.has(Fault::CloseBeforeZeroed);
         let Some(rounds) = self
             .rounds
             .as_mut()
-            .filter(|r| self.state == State::Receiving && r.complete())
+            .filter(|r| self.state == State::Receiving && r.complete(anyway || r.zeroing == 0))
         else {
             return;
         };

@@ -89,7 +89,8 @@ impl Source {
             return self.finish(ending, Some(error));
         }
         undo.queued = true;
-        let resume = undo.ours && self.running && self.done.paused;
+        let resumes = self.running || self.planted.has(Fault::ResumePausedGuest);
+        let resume = undo.ours && resumes && self.done.paused;
         if self.done.tracking {
             if !self.harvested.is_empty() && !self.planted.has(Fault::ForgetGiveBack) {
                 self.push(SourceAction::GiveBack(self.harvested.clone()));

@@ -111,7 +111,7 @@ impl Source {
         if self.hints.poison.is_some() {
             let mut fill = self.hints.named.clone();
             fill.subtract(&self.fates.known());
-            self.rounds.fill(fill);
+            self.rounds.fill(fill, self.planted.has(Fault::FillInFlight));
         }
     }
 

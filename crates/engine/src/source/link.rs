@@ -165,8 +165,12 @@ impl Source {
             return;
         }
         self.moments.forget_switchover();
-        self.switchover.forget();
-        self.rounds.no_longer_last();
+        if !self.planted.has(Fault::KeepSavedState) {
+            self.switchover.forget();
+        }
+        if !self.planted.has(Fault::KeepLastRound) {
+            self.rounds.no_longer_last();
+        }
         if self.running && !self.planted.has(Fault::StayPausedWithoutLink) {
             self.push(SourceAction::Resume);
         }

@@ -417,6 +417,9 @@ impl Source {
     }
 
     fn heard(&mut self) {
+        if self.planted.has(Fault::NoPeerTimeout) {
+            return;
+        }
         self.timers
             .set(Timer::PeerDead, self.now.saturating_add(self.config.peer_timeout));
     }
@@ -430,7 +433,7 @@ impl Source {
             (_, Message::Ping) => {}
             (_, Message::Abort { reason, .. }) if self.link.is_down() => self.resume_refused(&plain(&reason)),
             // The last words over connections that are given up.
-            _ if self.link.is_given_up() => {}
+            _ if self.link.is_given_up() && !self.planted.has(Fault::HearOldWords) => {}
             (_, Message::Have(have)) if self.link.is_down() => self.has(&have),
             (_, Message::Resumed { round, wire_bytes }) if self.link.is_down() => self.resumed(round, wire_bytes),
             (_, Message::Refuse { reasons }) if self.link.is_down() => {

@@ -188,8 +188,10 @@ impl Rounds {
 
     /// These free pages are to be filled, those left out that a stream was given: they may be at the destination, though
     /// nobody here knows.
-    pub(super) fn fill(&mut self, mut pages: PageSet) {
-        pages.subtract(&self.handed);
+    pub(super) fn fill(&mut self, mut pages: PageSet, given_too: bool) {
+        if !given_too {
+            pages.subtract(&self.handed);
+        }
         self.fill = pages;
     }
 
@@ -426,7 +428,7 @@ impl Source {
 
     /// A chunk has left.
     pub(super) fn sent(&mut self, stream: u16, id: ChunkId, zero: &[PageRange], wire_bytes: u64, payload_bytes: u64) {
-        if self.link.is_down() {
+        if self.link.is_down() && !self.planted.has(Fault::CountSentWithoutLink) {
             return;
         }
         let rounds = &mut self.rounds;
