@@ -125,12 +125,14 @@ pub enum SourceAction {
     Pause,
     /// Save the paused machine's state. -> `Saved`
     Save,
-    /// Digest RAM, these pages left out. -> `Digested`
+    /// Digest these chunks of RAM, the guest running or not. -> `Digested`
     Digest {
         /// Left out: their content is nobody's.
         excluded: PageSet,
         /// Pages a digest, see [`wire::Digests`].
         chunk_pages: u64,
+        /// The chunks that are digested, by number; regions in order.
+        only: Vec<u64>,
     },
     /// Put harvested pages back into the dirty log. -> `GivenBack`
     GiveBack(PageSet),
@@ -256,7 +258,7 @@ pub enum SourceEvent {
     Paused,
     /// See [`SourceAction::Save`].
     Saved(MachineState),
-    /// See [`SourceAction::Digest`].
+    /// A sum for each chunk that was asked for, in that order. See [`SourceAction::Digest`].
     Digested(Vec<u128>),
     /// See [`SourceAction::GiveBack`].
     GivenBack,
@@ -331,12 +333,14 @@ pub enum DestinationAction {
     /// Make these pages read as zero. -> `Zeroed`. The round's barrier waits for it: a zeroing that lands after a later
     /// round's page would destroy it.
     Zero(Vec<PageRange>),
-    /// Digest RAM, these pages left out. -> `Digested`
+    /// Digest these chunks of RAM as it is now. -> `Digested`
     Digest {
         /// Left out.
         excluded: PageSet,
         /// Pages a digest.
         chunk_pages: u64,
+        /// The chunks that are digested, by number; regions in order.
+        only: Vec<u64>,
     },
     /// Restore the machine. -> `Restored`
     Restore(MachineState),
@@ -409,7 +413,7 @@ pub enum DestinationEvent {
         /// Which round.
         round: u32,
     },
-    /// See [`DestinationAction::Digest`].
+    /// A sum for each chunk that was asked for, in that order. See [`DestinationAction::Digest`].
     Digested(Vec<u128>),
     /// See [`DestinationAction::Restore`].
     Restored,

@@ -17,6 +17,8 @@ struct Hand {
     now: Time,
     messages: Vec<Message>,
     steps: Vec<Step>,
+    /// The chunks of each digest.
+    digests: Vec<Vec<u64>>,
     discarded: bool,
     end: Option<Outcome>,
 }
@@ -35,6 +37,7 @@ impl Hand {
             now: Time::ZERO,
             messages: Vec::new(),
             steps: Vec::new(),
+            digests: Vec::new(),
             discarded: false,
             end: None,
         }
@@ -92,7 +95,12 @@ impl Hand {
                 DestinationAction::Finished(outcome) => self.end = Some(*outcome),
                 // Answered by the tests that wait for it.
                 DestinationAction::Discard => self.discarded = true,
-                action => self.steps.push(action.step()),
+                action => {
+                    self.steps.push(action.step());
+                    if let DestinationAction::Digest { only, .. } = action {
+                        self.digests.push(only);
+                    }
+                }
             }
         }
     }
@@ -513,7 +521,7 @@ fn unequal_digests_name_their_pages() {
     );
     hand.on(DestinationEvent::Digested(vec![1, 2]));
     hand.hears(Message::Digests(Digests {
-        chunk_pages: 4096,
+        chunk_pages: 1024,
         sums: vec![1, 3],
     }));
     hand.hears(Message::StateEnd { sections: 0 });
@@ -606,4 +614,74 @@ fn a_long_resume_is_no_silence() {
     hand.on(DestinationEvent::Resumed);
     assert!(matches!(hand.messages.last(), Some(Message::Running(_))));
     assert!(hand.destination.poll_timeout().is_none());
+}
+
+/// Round 0 is here and more follow: both chunks are being digested ahead of the pause.
+fn digesting_ahead() -> Hand {
+    let mut hand = Hand::receiving(DestinationConfig::default(), true);
+    hand.destination.speaks(3);
+    hand.pages(0, 0, r(0, 100)).pages(1, 0, r(200, 28));
+    assert_eq!(hand.digests, [[0u64; 0]; 0]);
+    hand.marker(0, 0).marker(1, 0);
+    hand.hears(Message::RoundEnd { round: 0, last: false });
+    assert_eq!(hand.messages.last(), Some(&Message::RoundReceived { round: 0 }));
+    assert_eq!(hand.digests, [[0, 1]]);
+    hand
+}
+
+fn last_round(hand: &mut Hand, round: u32) {
+    hand.marker(0, round).marker(1, round);
+    hand.hears(Message::RoundEnd { round, last: true });
+}
+
+fn equal_sums(hand: &mut Hand, sums: Vec<u128>) {
+    let chunk_pages = 1024;
+    hand.hears(Message::Digests(Digests { chunk_pages, sums }));
+    hand.hears(Message::StateEnd { sections: 0 });
+}
+
+#[test]
+fn what_was_digested_ahead_and_rests_is_not_digested_again() {
+    let mut hand = digesting_ahead();
+    hand.on(DestinationEvent::Digested(vec![1, 2]));
+    last_round(&mut hand, 1);
+    equal_sums(&mut hand, vec![1, 2]);
+    assert_eq!(hand.digests.len(), 1);
+    assert_eq!(hand.steps.last(), Some(&Step::Restore));
+}
+
+#[test]
+fn a_page_that_comes_during_the_digest_ahead_is_digested_again() {
+    let mut hand = digesting_ahead();
+    hand.pages(1, 1, r(210, 1));
+    last_round(&mut hand, 1);
+    assert_eq!(hand.digests.last(), Some(&vec![1]));
+    equal_sums(&mut hand, vec![1, 20]);
+    hand.on(DestinationEvent::Digested(vec![1, 2]));
+    assert_eq!(hand.steps.last(), Some(&Step::Digest), "the second one is to come");
+    hand.on(DestinationEvent::Digested(vec![20]));
+    assert_eq!(hand.steps.last(), Some(&Step::Restore));
+}
+
+/// A batch that was torn with its connection leaves pages in memory that nobody told of.
+#[test]
+fn what_was_digested_over_lost_connections_is_dropped() {
+    let mut hand = digesting_ahead();
+    let error = "reset".to_owned();
+    hand.on(DestinationEvent::PeerGone { error });
+    hand.on(DestinationEvent::Relinked);
+    assert_eq!(
+        hand.messages
+            .last()
+            .map(|m| matches!(m, Message::Resumed { round: 1, .. })),
+        Some(true)
+    );
+    last_round(&mut hand, 1);
+    assert_eq!(hand.digests, [[0, 1], [0, 1]]);
+    equal_sums(&mut hand, vec![10, 20]);
+    // The first answer is that of the dropped digest.
+    hand.on(DestinationEvent::Digested(vec![1, 2]));
+    assert_eq!(hand.steps.last(), Some(&Step::Digest));
+    hand.on(DestinationEvent::Digested(vec![10, 20]));
+    assert_eq!(hand.steps.last(), Some(&Step::Restore));
 }

@@ -606,3 +606,64 @@ fn the_state_leaves_behind_the_last_pages_where_the_receiver_takes_it_so() {
     });
     assert_eq!(hand.undo(), [Step::GiveBack, Step::StopTracking, Step::Resume]);
 }
+
+/// Up to a pause with four chunks of RAM digested ahead of it, `written` meanwhile, page 2048 in the balloon until then.
+fn digested_ahead(written: &[pages::PageRange], leaves_balloon: bool) -> Hand {
+    let config = SourceConfig {
+        verify: true,
+        ..config()
+    };
+    let mut hand = Hand::new(config, 4096);
+    hand.ballooned = Some(hand.set(&[r(2048, 1)]));
+    let mut hand = hand.with_question(false);
+    hand.round_0_over();
+    hand.on(SourceEvent::Harvested(hand.set(&[r(3, 2)])));
+    assert_eq!(hand.steps(), [Step::Digest, Step::Harvest], "while the guest runs");
+    assert_eq!(hand.digests, [vec![0, 1, 2, 3]]);
+    hand.on(SourceEvent::Digested(vec![1, 2, 3, 4]));
+    hand.on(SourceEvent::Harvested(hand.set(written)));
+    assert_eq!(hand.steps(), [Step::Pause, Step::Harvest]);
+    hand.on(SourceEvent::Paused);
+    if leaves_balloon {
+        hand.ballooned = None;
+    }
+    hand.on(SourceEvent::Harvested(hand.set(written)));
+    assert_eq!(hand.steps(), [Step::Save]);
+    hand.send_all();
+    hand.on(SourceEvent::Saved(MachineState::default()));
+    hand.hears(Message::RoundReceived { round: 1 });
+    hand
+}
+
+fn sums_sent(hand: &Hand) -> Vec<u128> {
+    let sums = hand.messages.iter().find_map(|message| match message {
+        Message::Digests(digests) => Some(digests.sums.clone()),
+        _ => None,
+    });
+    sums.unwrap()
+}
+
+#[test]
+fn a_guest_that_rests_is_not_digested_again_while_it_is_paused() {
+    let hand = digested_ahead(&[], false);
+    assert_eq!(hand.steps, []);
+    assert_eq!(sums_sent(&hand), [1, 2, 3, 4]);
+}
+
+#[test]
+fn a_page_that_was_written_during_the_digest_ahead_is_digested_again() {
+    let mut hand = digested_ahead(&[r(1030, 1), r(4095, 1)], false);
+    assert_eq!(hand.steps(), [Step::Digest]);
+    assert_eq!(hand.digests.last(), Some(&vec![1, 3]));
+    hand.on(SourceEvent::Digested(vec![20, 40]));
+    assert_eq!(sums_sent(&hand), [1, 20, 3, 40]);
+}
+
+#[test]
+fn a_page_that_left_the_balloon_unwritten_is_digested_after_all() {
+    let mut hand = digested_ahead(&[], true);
+    assert_eq!(hand.steps(), [Step::Digest]);
+    assert_eq!(hand.digests.last(), Some(&vec![2]));
+    hand.on(SourceEvent::Digested(vec![30]));
+    assert_eq!(sums_sent(&hand), [1, 2, 30, 4]);
+}

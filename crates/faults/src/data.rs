@@ -315,7 +315,7 @@ impl Pair {
 }
 
 /// Digests of versions, cut as `--verify` cuts RAM.
-pub(crate) fn digests(ram: &[u64], excluded: &PageSet, chunk_pages: u64) -> Vec<u128> {
+pub(crate) fn digests(ram: &[u64], excluded: &PageSet, chunk_pages: u64, only: &[u64]) -> Vec<u128> {
     let layout: &Layout = excluded.layout();
     let mut sums = Vec::new();
     for region in layout.regions() {
@@ -335,5 +335,5 @@ pub(crate) fn digests(ram: &[u64], excluded: &PageSet, chunk_pages: u64) -> Vec<
             sums.push(sum);
         }
     }
-    sums
+    only.iter().map(|index| sums[*index as usize]).collect()
 }

@@ -80,9 +80,7 @@ pub(crate) fn source_action(action: &SourceAction, guest: &Guest) -> Option<Stri
             Some(format!("{action:?} while a session is open"))
         }
         SourceAction::Save if guest.waits => Some("state saved while the guest waits for its pages".to_owned()),
-        SourceAction::Save | SourceAction::Digest { .. } if guest.running => {
-            Some("state saved of a guest that runs".to_owned())
-        }
+        SourceAction::Save if guest.running => Some("state saved of a guest that runs".to_owned()),
         _ => None,
     }
 }

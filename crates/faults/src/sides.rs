@@ -181,9 +181,11 @@ impl Pair {
                 self.saved_free.clone_from(&guest.free);
                 SourceEvent::Saved(self.setup.state(self.saves))
             }
-            SourceAction::Digest { excluded, chunk_pages } => {
-                SourceEvent::Digested(digests(&guest.ram, &excluded, chunk_pages))
-            }
+            SourceAction::Digest {
+                excluded,
+                chunk_pages,
+                only,
+            } => SourceEvent::Digested(digests(&guest.ram, &excluded, chunk_pages, &only)),
             SourceAction::GiveBack(pages) => {
                 guest.log.union_with(&pages);
                 SourceEvent::GivenBack
@@ -240,9 +242,11 @@ impl Pair {
                 }
                 DestinationEvent::Zeroed
             }
-            DestinationAction::Digest { excluded, chunk_pages } => {
-                DestinationEvent::Digested(digests(&self.copy.ram, &excluded, chunk_pages))
-            }
+            DestinationAction::Digest {
+                excluded,
+                chunk_pages,
+                only,
+            } => DestinationEvent::Digested(digests(&self.copy.ram, &excluded, chunk_pages, &only)),
             DestinationAction::Restore(state) => {
                 self.check_state(&state);
                 self.check_ram();

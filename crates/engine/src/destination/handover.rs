@@ -1,15 +1,20 @@
 //! State, digests, `Ready`, `Commit`: how the guest becomes this side's.
 
 use super::{Destination, PEER, State};
-use crate::digests::{self, chunk_pages};
+use crate::digests::{self, Sums, chunk_pages};
 use crate::error::Error;
 use crate::faults::Fault;
 use crate::limits::Joined;
 use crate::timers::Timer;
 use crate::{DestinationAction, Ending, Time};
 use machine::{MachineState, Section};
+use pages::PageRange;
+use std::collections::VecDeque;
 use std::time::Duration;
 use wire::{Commit, Digests, Message, Running};
+
+/// The most chunks of one digest ahead of the pause: nothing that a guest or a source waits for stands behind more.
+const PIECE: usize = 16;
 
 /// What the switchover has collected.
 #[derive(Debug, Default)]
@@ -19,9 +24,13 @@ pub(super) struct Handover {
     state_end: Option<Time>,
     /// The source's digests.
     theirs: Option<Digests>,
-    /// How RAM was or is being cut here, and what came out.
-    ours_chunk_pages: u64,
-    ours: Option<Vec<u128>>,
+    /// RAM as it was digested here.
+    ours: Option<Sums>,
+    /// Chunks that are yet to be digested ahead of the pause.
+    ahead: VecDeque<u64>,
+    /// Digests under way, in order: the chunks of each. Those of sums that were dropped are not looked at.
+    digesting: VecDeque<Vec<u64>>,
+    dropped: usize,
     pub(super) verified: Option<bool>,
     /// How long the restore had to wait for digests.
     pub(super) verify_wait: Duration,
@@ -33,7 +42,11 @@ pub(super) struct Handover {
 impl Handover {
     /// The source takes the migration up again: it runs its guest, and will say all this anew.
     pub(super) fn forget(&mut self) {
-        *self = Handover::default();
+        *self = Handover {
+            // Their answers are still to come.
+            dropped: self.dropped + self.digesting.len(),
+            ..Handover::default()
+        };
     }
 }
 
@@ -47,21 +60,81 @@ impl Destination {
         // A state that came while pages did has not waited for digests yet.
         self.handover.state_end = self.handover.state_end.and(Some(self.now));
         let told = self.handover.theirs.as_ref().map(|theirs| theirs.chunk_pages);
-        match self.rounds.as_ref().filter(|_| self.verifies()) {
-            Some(rounds) => {
-                let chunk_pages = told.unwrap_or_else(|| chunk_pages(rounds.layout()));
-                self.digest(chunk_pages);
-            }
-            None => self.restore_if_complete(),
+        if !self.verifies() {
+            return self.restore_if_complete();
+        }
+        self.handover.ahead.clear();
+        self.digest_stale(told);
+        self.restore_if_complete();
+    }
+
+    /// A round is here, and more follow: digests now what would otherwise be left for the pause. Once all of RAM, and later
+    /// what little has changed.
+    pub(super) fn digest_ahead(&mut self) {
+        if !self.verifies() || !self.handover.ahead.is_empty() {
+            return;
+        }
+        let Some(rounds) = &self.rounds else { return };
+        let layout = rounds.layout();
+        let first = self.handover.ours.is_none();
+        let ours = self
+            .handover
+            .ours
+            .get_or_insert_with(|| Sums::new(layout, chunk_pages(layout)));
+        let stale = ours.stale(&rounds.fates.nobodys());
+        if first || stale.len() <= ours.get().len() / 4 {
+            self.handover.ahead = stale.into();
+            self.digest_next_piece();
         }
     }
 
-    fn digest(&mut self, chunk_pages: u64) {
+    fn digest_next_piece(&mut self) {
+        if !self.handover.digesting.is_empty() || self.handover.ahead.is_empty() {
+            return;
+        }
+        let most = PIECE.min(self.handover.ahead.len());
+        let only = self.handover.ahead.drain(..most).collect();
+        self.digest(only);
+    }
+
+    /// Digests all chunks whose sum does not hold, cut by `told` or as before.
+    fn digest_stale(&mut self, told: Option<u64>) {
         let Some(rounds) = &self.rounds else { return };
+        let layout = rounds.layout();
+        let before = self.handover.ours.as_ref().map(Sums::chunk_pages);
+        let cut = told.or(before).unwrap_or_else(|| chunk_pages(layout));
+        if before != Some(cut) {
+            self.handover.dropped += self.handover.digesting.len();
+            self.handover.digesting.clear();
+            self.handover.ours = Some(Sums::new(layout, cut));
+        }
         let excluded = rounds.fates.nobodys();
-        self.handover.ours_chunk_pages = chunk_pages;
-        self.handover.ours = None;
-        self.push(DestinationAction::Digest { excluded, chunk_pages });
+        let stale = self.handover.ours.as_ref().map(|ours| ours.stale(&excluded));
+        if let Some(only) = stale.filter(|only| !only.is_empty()) {
+            self.digest(only);
+        }
+    }
+
+    fn digest(&mut self, only: Vec<u64>) {
+        let (Some(rounds), Some(ours)) = (&self.rounds, &mut self.handover.ours) else {
+            return;
+        };
+        let excluded = rounds.fates.nobodys();
+        ours.begin(&only, &excluded);
+        let chunk_pages = ours.chunk_pages();
+        self.handover.digesting.push_back(only.clone());
+        self.push(DestinationAction::Digest {
+            excluded,
+            chunk_pages,
+            only,
+        });
+    }
+
+    /// A page came, or is being zeroed.
+    pub(super) fn touched(&mut self, range: PageRange) {
+        if let Some(ours) = &mut self.handover.ours {
+            ours.touch(range);
+        }
     }
 
     pub(super) fn section(&mut self, section: Section) {
@@ -89,8 +162,9 @@ impl Destination {
             return self.invalid(what);
         }
         // A source that cuts RAM in another way than ours does: once more, its way.
-        if self.state == State::Collecting && theirs.chunk_pages != self.handover.ours_chunk_pages {
-            self.digest(theirs.chunk_pages);
+        let cut = self.handover.ours.as_ref().map(Sums::chunk_pages);
+        if self.state == State::Collecting && cut != Some(theirs.chunk_pages) {
+            self.digest_stale(Some(theirs.chunk_pages));
         }
         self.handover.theirs = Some(theirs);
     }
@@ -111,15 +185,20 @@ impl Destination {
     }
 
     pub(super) fn digested(&mut self, sums: Vec<u128>) {
-        // Of two digests the second one, cut the source's way, is the one that counts.
-        let again = self.awaiting.contains(&crate::Step::Digest)
-            || self
-                .actions
-                .iter()
-                .any(|a| matches!(a, DestinationAction::Digest { .. }));
-        if !again {
-            self.handover.ours = Some(sums);
-            self.restore_if_complete();
+        if let Some(fewer) = self.handover.dropped.checked_sub(1) {
+            self.handover.dropped = fewer;
+            // What waited for its turn behind those.
+            return self.digest_next_piece();
+        }
+        let chunks = self.handover.digesting.pop_front().unwrap_or_default();
+        if let Some(ours) = &mut self.handover.ours
+            && let Err(what) = ours.done(&chunks, &sums)
+        {
+            return self.fail(Error::Internal(what));
+        }
+        match self.state {
+            State::Receiving => self.digest_next_piece(),
+            _ => self.restore_if_complete(),
         }
     }
 
@@ -134,7 +213,15 @@ impl Destination {
             return;
         };
         if let Some(theirs) = &self.handover.theirs {
-            let Some(ours) = &self.handover.ours else { return };
+            let Some(ours) = self
+                .handover
+                .ours
+                .as_ref()
+                .filter(|_| self.handover.digesting.is_empty())
+            else {
+                return;
+            };
+            let ours = ours.get();
             self.handover.verify_wait = self.now.saturating_sub(since);
             let Some(rounds) = &self.rounds else { return };
             let unequal = (0u64..)

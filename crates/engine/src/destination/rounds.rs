@@ -206,7 +206,10 @@ impl Destination {
             .expects(stream, round, "pages")
             .and_then(|()| runs.iter().try_for_each(|run| rounds.run(run)));
         if let Err(what) = taken {
-            self.invalid(what);
+            return self.invalid(what);
+        }
+        for run in runs {
+            self.touched(run.range);
         }
     }
 
@@ -292,6 +295,8 @@ impl Destination {
         if last {
             self.state = State::Collecting;
             self.begin_digest();
+        } else {
+            self.digest_ahead();
         }
     }
 }

@@ -1,7 +1,7 @@
 //! From the decision to pause the guest to `Commit`, and what follows it.
 
 use super::{PEER, Source, State};
-use crate::digests::chunk_pages;
+use crate::digests::{Sums, chunk_pages};
 use crate::error::Error;
 use crate::faults::Fault;
 use crate::limits::{check_state, pieces};
@@ -24,7 +24,13 @@ pub(super) struct Switchover {
     pub(super) expected_downtime: Option<Duration>,
     /// The machine's state, checked, and how many sections it has.
     state: Option<(MachineState, u32)>,
-    sums: Option<Vec<u128>>,
+    /// What was digested ahead of the pause and since. Kept when a switchover is given up: each harvest marks what it makes
+    /// stale.
+    pub(super) sums: Option<Sums>,
+    /// Chunks that are being digested.
+    digesting: Option<Vec<u64>>,
+    /// The sums hold for RAM as it is now, the guest being paused.
+    digested: bool,
 }
 
 impl Switchover {
@@ -32,7 +38,7 @@ impl Switchover {
     pub(super) fn forget(&mut self) {
         self.harvest_is_last = false;
         self.state = None;
-        self.sums = None;
+        self.digested = false;
     }
 }
 
@@ -50,12 +56,45 @@ impl Source {
         // No guest waits paused for a link.
         let pause = pause && !self.link.is_down();
         tracing::debug!(pending, expected = ?self.switchover.expected_downtime, pause, "harvested");
-        if pause {
+        if pause && self.digests_ahead() {
+            self.digest_stale();
+            // Tells what was written meanwhile; then it is decided anew.
+            self.harvest();
+        } else if pause {
             self.pause();
             self.harvest();
         } else {
             self.begin_next_round(false);
         }
+    }
+
+    /// Whether RAM is to be digested before the guest is paused, so that there is little of it to do after: once.
+    fn digests_ahead(&self) -> bool {
+        let runs = self.running && self.moments.pause.is_none() && !self.switchover.stop_now;
+        self.config.verify && runs && self.switchover.sums.is_none()
+    }
+
+    /// Digests the chunks whose sum does not hold. Whether there are any.
+    fn digest_stale(&mut self) -> bool {
+        let excluded = self.fates.nobodys();
+        let layout = &self.layout;
+        let sums = self
+            .switchover
+            .sums
+            .get_or_insert_with(|| Sums::new(layout, chunk_pages(layout)));
+        let only = sums.stale(&excluded);
+        if only.is_empty() {
+            return false;
+        }
+        sums.begin(&only, &excluded);
+        self.switchover.digesting = Some(only.clone());
+        let chunk_pages = sums.chunk_pages();
+        self.push(SourceAction::Digest {
+            excluded,
+            chunk_pages,
+            only,
+        });
+        true
     }
 
     /// The time-out passed, and the guest is to be paused and the rest sent. The round under way goes on meanwhile.
@@ -106,12 +145,18 @@ impl Source {
     }
 
     pub(super) fn digested(&mut self, sums: Vec<u128>) {
-        if self.moments.pause.is_none() {
-            return;
+        let chunks = self.switchover.digesting.take().unwrap_or_default();
+        let Some(ours) = &mut self.switchover.sums else { return };
+        if let Err(what) = ours.done(&chunks, &sums) {
+            return self.fail(Error::Internal(what));
         }
-        let began = self.moments.digest_began.unwrap_or(self.now);
+        // One from ahead of the pause, or of a switchover that was given up, says nothing of downtime.
+        let Some(began) = self.moments.digest_began else {
+            self.rounds.harvest_begins(self.now);
+            return;
+        };
         self.moments.verify = self.now.saturating_sub(began);
-        self.switchover.sums = Some(sums);
+        self.switchover.digested = true;
         self.complete();
     }
 
@@ -135,16 +180,15 @@ impl Source {
         if self.switchover.state.is_none() {
             return;
         }
-        if self.config.verify && self.switchover.sums.is_none() {
-            if self.moments.digest_began.is_none() {
-                self.moments.digest_began = Some(self.now);
-                let chunk_pages = chunk_pages(&self.layout);
-                self.push(SourceAction::Digest {
-                    excluded: self.fates.nobodys(),
-                    chunk_pages,
-                });
+        if self.config.verify && !self.switchover.digested {
+            if self.moments.digest_began.is_some() {
+                return;
             }
-            return;
+            self.moments.digest_began = Some(self.now);
+            if self.digest_stale() {
+                return;
+            }
+            self.switchover.digested = true;
         }
         let Some((state, sections)) = self.switchover.state.take() else {
             return;
@@ -152,11 +196,12 @@ impl Source {
         for piece in state.sections.into_iter().flat_map(pieces) {
             self.transmit(Message::Section(piece));
         }
-        if let Some(sums) = self.switchover.sums.take() {
-            self.transmit(Message::Digests(Digests {
-                chunk_pages: chunk_pages(&self.layout),
-                sums,
-            }));
+        if let Some(sums) = self.switchover.sums.as_ref().filter(|_| self.config.verify) {
+            let digests = Digests {
+                chunk_pages: sums.chunk_pages(),
+                sums: sums.get().to_vec(),
+            };
+            self.transmit(Message::Digests(digests));
         }
         self.transmit(Message::StateEnd { sections });
         self.moments.state_sent = Some(self.now);

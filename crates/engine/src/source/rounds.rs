@@ -154,6 +154,11 @@ impl Rounds {
         self.gate = Some(PageSet::empty(self.unsent.layout()));
     }
 
+    /// The harvest's turn has come: what was ahead of it in the queue is done.
+    pub(super) fn harvest_begins(&mut self, now: Time) {
+        self.harvest_from = now;
+    }
+
     /// All that is unsent may be sent.
     pub(super) fn open_gate(&mut self) {
         self.gate = None;
@@ -575,6 +580,9 @@ impl Source {
             return self.fail(Error::Internal("the dirty log is of another RAM layout".to_owned()));
         }
         self.harvested.union_with(&pages);
+        if let Some(sums) = &mut self.switchover.sums {
+            sums.touch_all(&pages);
+        }
         if self.state != State::Harvesting {
             return;
         }

@@ -21,6 +21,8 @@ pub struct Hand {
     pub steps: Vec<Step>,
     pub end: Option<Outcome>,
     pub given_back: Option<PageSet>,
+    /// The chunks of each digest.
+    pub digests: Vec<Vec<u64>>,
     /// What the balloon holds and has counted, for each look at it.
     pub ballooned: Option<PageSet>,
     pub counts: BalloonCounts,
@@ -63,6 +65,7 @@ impl Hand {
             steps: Vec::new(),
             end: None,
             given_back: None,
+            digests: Vec::new(),
             ballooned: None,
             counts: BalloonCounts::default(),
             rechecks: 0,
@@ -83,6 +86,7 @@ impl Hand {
                 SourceAction::Transmit(message) => self.messages.push(message),
                 SourceAction::Send { stream, chunk } => self.chunks.push((stream, chunk)),
                 SourceAction::Finished(outcome) => self.end = Some(*outcome),
+                SourceAction::Digest { only, .. } => self.digests.push(only),
                 SourceAction::GiveBack(pages) => self.given_back = Some(pages),
                 _ => {}
             }
@@ -187,6 +191,11 @@ impl Hand {
     /// On to the last round, with these pages dirty, and all received and saved.
     pub fn all_received(&mut self) {
         self.on(SourceEvent::Harvested(self.set(&[r(3, 2)])));
+        if self.steps == [Step::Digest, Step::Harvest] {
+            self.steps();
+            self.on(SourceEvent::Digested(vec![1]));
+            self.on(SourceEvent::Harvested(self.set(&[])));
+        }
         assert_eq!(self.steps(), [Step::Pause, Step::Harvest]);
         self.on(SourceEvent::Paused);
         self.on(SourceEvent::Harvested(self.set(&[r(9, 1)])));

@@ -142,8 +142,12 @@ impl Destination {
                 }
                 DestinationEvent::Zeroed
             }
-            DestinationAction::Digest { excluded, chunk_pages } => {
-                let sums = digest::digest(&*self.guest(step)?.ram, &excluded, chunk_pages);
+            DestinationAction::Digest {
+                excluded,
+                chunk_pages,
+                only,
+            } => {
+                let sums = digest::digest(&*self.guest(step)?.ram, &excluded, chunk_pages, &only);
                 DestinationEvent::Digested(sums.map_err(|error| (step, error))?)
             }
             DestinationAction::Restore(state) => {

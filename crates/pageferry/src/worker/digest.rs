@@ -6,11 +6,16 @@ use pages::{PageRange, PageSet};
 /// The most chunks: bounds what a peer's chunk size can make us allocate.
 const MAX_CHUNKS: u64 = 1 << 20;
 
-/// A digest a chunk of `chunk_pages`, regions in order, `excluded` left out.
-pub(super) fn digest(ram: &dyn GuestRam, excluded: &PageSet, chunk_pages: u64) -> Result<Vec<u128>, String> {
+/// A digest for each chunk of `chunk_pages` that `only` names, `excluded` left out.
+pub(super) fn digest(
+    ram: &dyn GuestRam,
+    excluded: &PageSet,
+    chunk_pages: u64,
+    only: &[u64],
+) -> Result<Vec<u128>, String> {
     let mut included = PageSet::full(ram.layout());
     included.subtract(excluded);
-    let chunks = chunks(ram.layout().regions(), chunk_pages)?;
+    let chunks = chosen(&chunks(ram.layout().regions(), chunk_pages)?, only)?;
     let mut sums = vec![0; chunks.len()];
     // Alternate chunks, as what was touched lies together.
     let (mut even, mut odd) = (Vec::new(), Vec::new());
@@ -32,6 +37,16 @@ pub(super) fn digest(ram: &dyn GuestRam, excluded: &PageSet, chunk_pages: u64) -
         mine.and(others)
     })?;
     Ok(sums)
+}
+
+fn chosen(chunks: &[PageRange], only: &[u64]) -> Result<Vec<PageRange>, String> {
+    let one = |index: &u64| {
+        let chunk = usize::try_from(*index).ok().and_then(|i| chunks.get(i));
+        chunk
+            .copied()
+            .ok_or_else(|| format!("a digest of chunk {index} was asked for; there are {}", chunks.len()))
+    };
+    only.iter().map(one).collect()
 }
 
 fn chunks(regions: &[PageRange], chunk_pages: u64) -> Result<Vec<PageRange>, String> {
@@ -86,6 +101,9 @@ mod tests {
             chunks(&[r(0, 5), r(9, 2)], 2).unwrap(),
             [r(0, 2), r(2, 2), r(4, 1), r(9, 2)]
         );
+        let all = chunks(&[r(0, 5), r(9, 2)], 2).unwrap();
+        assert_eq!(chosen(&all, &[3, 1]).unwrap(), [r(9, 2), r(2, 2)]);
+        assert!(chosen(&all, &[4]).unwrap_err().contains("there are 4"));
         assert!(chunks(&[r(0, 5)], 0).is_err());
         assert!(chunks(&[r(0, 1 << 30)], 1).unwrap_err().contains("more than"));
     }

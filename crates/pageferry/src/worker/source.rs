@@ -121,8 +121,12 @@ impl Source {
                 SourceEvent::Paused
             }
             SourceAction::Save => SourceEvent::Saved(at(step, guest.machine.save())?),
-            SourceAction::Digest { excluded, chunk_pages } => {
-                let sums = digest::digest(&*guest.ram, &excluded, chunk_pages);
+            SourceAction::Digest {
+                excluded,
+                chunk_pages,
+                only,
+            } => {
+                let sums = digest::digest(&*guest.ram, &excluded, chunk_pages, &only);
                 SourceEvent::Digested(sums.map_err(|error| (step, error))?)
             }
             SourceAction::GiveBack(pages) => {

@@ -301,7 +301,7 @@ impl Rig {
                     data: vec![1; 9],
                 }],
             }),
-            SourceAction::Digest { .. } => SourceEvent::Digested(vec![7; 2]),
+            SourceAction::Digest { only, .. } => SourceEvent::Digested(vec![7; only.len()]),
             SourceAction::GiveBack(pages) => {
                 self.guest.give_back(&pages);
                 SourceEvent::GivenBack
