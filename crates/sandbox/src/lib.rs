@@ -5,7 +5,7 @@
 //! command line does not name. Three layers, each of which holds without the others:
 //!
 //! - `no_new_privs`: no program that is set-user-ID helps;
-//! - a list of the system calls that are used, with their arguments where those matter ([`calls`]): seccomp, on all threads;
+//! - a list of the system calls that are used, with their arguments where those matter (`calls.rs`): seccomp, on all threads;
 //! - a list of the files and folders that are used ([`Files`]): Landlock.
 //!
 //! A call that is not on the list fails with EPERM; the process is not killed for it. The lists hold an intruder off either
