@@ -153,6 +153,9 @@ pub(crate) unsafe fn copy_out(addr: usize, into: &mut [u8]) {
         let to: *mut Wide = into.as_mut_ptr().cast();
         let whole = into.len() / size_of::<Wide>();
         for i in 0..whole {
+            if i.is_multiple_of(LINE_BYTES / size_of::<Wide>()) {
+                prefetch_line(addr.wrapping_add(i * size_of::<Wide>() + AHEAD_BYTES));
+            }
             // SAFETY: the caller's promise for the load, which is aligned; i is below what fits into `into`. A Wide is
             // plain bits.
             unsafe { to.add(i).write_unaligned(from.cast::<Wide>().add(i).read_volatile()) };
@@ -165,14 +168,28 @@ pub(crate) unsafe fn copy_out(addr: usize, into: &mut [u8]) {
     }
 }
 
+/// Bytes of a cache line.
+const LINE_BYTES: usize = 64;
+
+/// How far ahead of a copy the processor is asked for what comes next: a page, which is mostly the next to be copied.
+const AHEAD_BYTES: usize = 4096;
+
 /// Asks the processor for the page at `addr`, of any memory or none, ahead of its being read. Its own prefetcher stops at
 /// the end of a page.
 pub(crate) fn prefetch_page(addr: usize) {
+    for line in (0..4096).step_by(LINE_BYTES) {
+        prefetch_line(addr.wrapping_add(line));
+    }
+}
+
+/// Asks it for a line.
+#[inline]
+fn prefetch_line(addr: usize) {
     #[cfg(target_arch = "x86_64")]
-    for line in (0..4096).step_by(64) {
+    {
         use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
         // SAFETY: a prefetch is a hint: it reads nothing that a program can see, and cannot fault.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(ptr::without_provenance(addr.wrapping_add(line))) };
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(ptr::without_provenance(addr)) };
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = addr; // No hint that stable Rust can give.

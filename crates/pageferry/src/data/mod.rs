@@ -7,6 +7,7 @@ mod judge;
 mod pacer;
 mod packing;
 mod receiver;
+mod sealing;
 mod sender;
 
 pub(crate) use headroom::Headroom;

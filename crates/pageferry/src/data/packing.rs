@@ -26,7 +26,7 @@ const SAMPLE_TURNS: u32 = 4;
 const TAKES_NONE: &str = "it is older, or its guest's memory cannot be copied to";
 
 /// One page.
-const PAGE: usize = 4096;
+pub(super) const PAGE: usize = 4096;
 
 /// What all streams of a migration share of this: what the receiver takes, and what came of it.
 #[derive(Debug, Default)]
@@ -190,7 +190,7 @@ impl<'a> Packing<'a> {
     }
 
     /// Packs the pages of `ranges`, if that is what is to be done with them. What is not packed is copied where it has to
-    /// be `staged`: it is encrypted, or has a checksum, and the guest goes on writing.
+    /// be `staged`: it has a checksum, and the guest goes on writing.
     pub(super) fn pack(
         &mut self,
         ram: &dyn GuestRam,
@@ -243,6 +243,11 @@ impl<'a> Packing<'a> {
             How::Auto(judge) => judge.choice(),
             How::Plain(_) | How::Always(_) => None,
         }
+    }
+
+    /// Copies pages that were not packed out of guest memory, behind what `into` has.
+    pub(super) fn copy_out(&self, ram: &dyn GuestRam, range: PageRange, into: &mut Vec<u8>) -> Result<(), String> {
+        copy_out(ram, range, self.skips_zero, into)
     }
 
     /// A batch was sent.

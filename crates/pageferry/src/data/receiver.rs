@@ -5,8 +5,9 @@
 //! end: a batch of a round that is not open (see [`Gate`]) ends the migration, so no peer can write into a guest whose
 //! RAM was digested or that runs.
 
+use super::sealing::Placing;
 use super::{Broken, Headroom};
-use crate::transport::{Closer, DataSocket};
+use crate::transport::{Closer, DataSocket, Encrypted};
 use codec::Unpacker;
 use engine::{DestinationEvent, ReceivedRun, Step};
 use machine::GuestRam;
@@ -135,7 +136,7 @@ impl Receiver {
             )));
         }
         if have < header.len() {
-            return Err(self.cut_off());
+            return Err(cut_off(self.stream));
         }
         let header = batch::decode_header(&header);
         header
@@ -178,16 +179,21 @@ impl Receiver {
         if let Some(codec) = header.codec() {
             return self.unpack(codec, header, data, unpacking);
         }
-        let Some(socket) = self.socket.plain().filter(|_| !header.is_checked()) else {
+        if header.is_checked() {
             let raw = sized(&mut unpacking.raw, header.payload_bytes());
             self.read_exact(raw)?;
             header.check_payload(raw).map_err(failed_check)?;
             return self.copy_in(data, raw);
-        };
+        }
+        if let Some(encrypted) = self.socket.encrypted() {
+            let placing = Placing::new(&*self.ram, data);
+            return decrypt(self.stream, encrypted, header.payload_bytes(), placing);
+        }
+        let socket = self.socket.as_fd();
         let (mut done, total) = (0, header.payload_bytes());
         while done < total {
-            match self.ram.read_from(socket.as_fd(), data, done) {
-                Ok(0) => return Err(self.cut_off()),
+            match self.ram.read_from(socket, data, done) {
+                Ok(0) => return Err(cut_off(self.stream)),
                 Ok(n) => done += n,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(Broken::by(self.stream, Step::Receive, "pages were received", &error)),
@@ -225,25 +231,17 @@ impl Receiver {
 
     /// Copies the pages of a batch, which are all there, to their places.
     fn copy_in(&self, data: &[PageRange], pages: &[u8]) -> Result<(), Broken> {
-        let mut rest = pages;
-        for range in data {
-            let bytes = usize::try_from(range.bytes()).unwrap_or(usize::MAX);
-            let Some((pages, behind)) = rest.split_at_checked(bytes) else {
-                return Err(failed(format!(
-                    "data stream {}: a batch has fewer pages than its runs",
-                    self.stream
-                )));
-            };
-            rest = behind;
-            let copied = self.ram.copy_in(*range, pages);
-            copied.map_err(|e| failed(format!("writing pages {range}: {e}")))?;
-        }
-        Ok(())
+        let placed = Placing::new(&*self.ram, data).take(pages);
+        placed.map_err(|e| not_placed(self.stream, &e))
     }
 
     fn read_exact(&mut self, into: &mut [u8]) -> Result<(), Broken> {
         let have = self.read_some(into)?;
-        if have < into.len() { Err(self.cut_off()) } else { Ok(()) }
+        if have < into.len() {
+            Err(cut_off(self.stream))
+        } else {
+            Ok(())
+        }
     }
 
     /// Fills `into` unless the stream ends before; returns how much came.
@@ -259,13 +257,38 @@ impl Receiver {
         }
         Ok(done)
     }
+}
 
-    fn cut_off(&self) -> Broken {
-        Broken::Link(format!(
-            "the source closed data stream {} in the middle of a batch",
-            self.stream
-        ))
+/// Takes the pages of a batch of `bytes` as they are decrypted. Of a record no byte comes before all of it was authenticated;
+/// of a batch that breaks off pages may be in memory, as where they are read straight into it.
+fn decrypt(stream: u16, mut encrypted: Encrypted<'_>, bytes: usize, mut placing: Placing<'_>) -> Result<(), Broken> {
+    let mut done = 0;
+    while done < bytes {
+        let mut placed = Ok(());
+        let came = encrypted.read_pieces(bytes - done, &mut |piece| {
+            if placed.is_ok() {
+                placed = placing.take(piece);
+            }
+        });
+        placed.map_err(|e| not_placed(stream, &e))?;
+        match came {
+            Ok(0) => return Err(cut_off(stream)),
+            Ok(n) => done += n,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(Broken::by(stream, Step::Receive, "pages were received", &error)),
+        }
     }
+    Ok(())
+}
+
+fn cut_off(stream: u16) -> Broken {
+    Broken::Link(format!(
+        "the source closed data stream {stream} in the middle of a batch"
+    ))
+}
+
+fn not_placed(stream: u16, error: &str) -> Broken {
+    failed(format!("data stream {stream}: {error}"))
 }
 
 /// A failure that has nothing to do with the connection.

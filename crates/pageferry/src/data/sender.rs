@@ -4,6 +4,7 @@
 
 use super::judge::{Path, Took};
 use super::packing::{Packing, Totals, raw_bytes};
+use super::sealing::Sealing;
 use super::{Broken, Pacer};
 use crate::transport::{self, Closer, DataSocket};
 use crate::{Address, Compress, Security};
@@ -133,6 +134,14 @@ impl Sender {
             streams: self.streams,
         };
         Packing::new(self.stream, self.compress, packs, path, self.skip_zero, totals)
+    }
+
+    /// What [`write_out`] ended with.
+    pub(super) fn broken_off(&self, doing: &str, error: &io::Error) -> Broken {
+        match error.kind() {
+            io::ErrorKind::TimedOut => Broken::Stalled,
+            _ => Broken::by(self.stream, Step::Send, doing, error),
+        }
     }
 
     /// The connection, and the version of the protocol that was agreed on.
@@ -267,8 +276,10 @@ impl Sending<'_> {
             return Ok(());
         }
         let sender = &self.sender;
-        let staged = self.socket.is_tls() || sender.checksum;
-        let batch = self.packing.pack(&*sender.ram, &self.data, staged).map_err(failed)?;
+        let batch = self
+            .packing
+            .pack(&*sender.ram, &self.data, sender.checksum)
+            .map_err(failed)?;
         let raw = raw_bytes(self.data_pages);
         let (codec, pack_ns) = (batch.codec, batch.pack_ns);
         if let Some(bytes) = batch.bytes.filter(|_| sender.checksum) {
@@ -287,21 +298,30 @@ impl Sending<'_> {
         sender.pacer.wait(total as u64, &sender.closer);
         // The time starts here: waiting for one's turn on the link is no stall.
         let patience = sender.peer_timeout;
-        let written = match (batch.bytes, self.socket.plain()) {
-            (None, Some(socket)) => write_out(total, patience, |done| {
-                let wrote = sender.ram.write_to(socket.as_fd(), head, &self.data, done);
-                wrote.inspect(|n| sender.totals.wrote(*n))
-            }),
-            (Some(bytes), Some(_)) => write_out(total, patience, |done| {
+        let (totals, doing) = (&sender.totals, "pages were sent");
+        match (batch.bytes, self.socket.encrypted()) {
+            (None, None) => write_out(total, patience, |done| {
+                let wrote = sender.ram.write_to(self.socket.as_fd(), head, &self.data, done);
+                wrote.inspect(|n| totals.wrote(*n))
+            })
+            .map_err(|e| sender.broken_off(doing, &e))?,
+            (Some(bytes), None) => write_out(total, patience, |done| {
                 let wrote = self.socket.write_parts(head, bytes, done);
-                wrote.inspect(|n| sender.totals.wrote(*n))
-            }),
-            (bytes, None) => {
-                let mut write = |part| write_encrypted(&mut self.socket, part, patience, &sender.totals);
-                write(head).and_then(|()| write(bytes.unwrap_or_default()))
+                wrote.inspect(|n| totals.wrote(*n))
+            })
+            .map_err(|e| sender.broken_off(doing, &e))?,
+            (bytes, Some(encrypted)) => {
+                let mut sealing = Sealing::new(encrypted, sender, doing);
+                sealing.put(head)?;
+                match bytes {
+                    Some(bytes) => sealing.put(bytes)?,
+                    None => sealing.put_pages(&self.data, |range, into| {
+                        self.packing.copy_out(&*sender.ram, range, into)
+                    })?,
+                }
+                sealing.end()?;
             }
-        };
-        written.map_err(|e| broken_off(sender.stream, "pages were sent", &e))?;
+        }
         let link_ns = from.elapsed().as_secs_f64() * 1e9;
         let wire = payload_bytes as u64;
         self.packing.sent(
@@ -322,9 +342,17 @@ impl Sending<'_> {
 
     fn send_marker(&mut self, round: u32) -> Result<(), Broken> {
         let marker = self.builder.marker(round).map_err(failed)?;
-        let sender = &self.sender;
-        write_encrypted(&mut self.socket, &marker, sender.peer_timeout, &sender.totals)
-            .map_err(|e| broken_off(self.sender.stream, "the end of a round was sent", &e))
+        let (sender, doing) = (&self.sender, "the end of a round was sent");
+        if let Some(encrypted) = self.socket.encrypted() {
+            let mut sealing = Sealing::new(encrypted, sender, doing);
+            sealing.put(&marker)?;
+            return sealing.end();
+        }
+        let written = write_out(marker.len(), sender.peer_timeout, |done| {
+            let wrote = self.socket.write_parts(&marker, &[], done);
+            wrote.inspect(|n| sender.totals.wrote(*n))
+        });
+        written.map_err(|e| sender.broken_off(doing, &e))
     }
 }
 
@@ -343,22 +371,18 @@ fn rate_of(bytes_per_s: u64) -> f64 {
     bytes_per_s as f64
 }
 
-/// What [`write_out`] ended with.
-fn broken_off(stream: u16, doing: &str, error: &io::Error) -> Broken {
-    match error.kind() {
-        io::ErrorKind::TimedOut => Broken::Stalled,
-        _ => Broken::by(stream, Step::Send, doing, error),
-    }
-}
-
 /// A failure that has nothing to do with the connection.
-fn failed(error: impl ToString) -> Broken {
+pub(super) fn failed(error: impl ToString) -> Broken {
     Broken::Failed(Step::Send, error.to_string())
 }
 
 /// Writes `total` bytes by `write`, which is told how many were taken before, however few are taken at a time.
 /// [`io::ErrorKind::TimedOut`] where none is taken for `patience`.
-fn write_out(total: usize, patience: Duration, mut write: impl FnMut(usize) -> io::Result<usize>) -> io::Result<()> {
+pub(super) fn write_out(
+    total: usize,
+    patience: Duration,
+    mut write: impl FnMut(usize) -> io::Result<usize>,
+) -> io::Result<()> {
     let (mut done, mut since) = (0, Instant::now());
     while done < total {
         match write(done) {
@@ -376,20 +400,6 @@ fn write_out(total: usize, patience: Duration, mut write: impl FnMut(usize) -> i
             }
             Err(error) => return Err(error),
         }
-    }
-    Ok(())
-}
-
-/// Writes bytes that are no guest's, or copies: encrypted, where the socket does that.
-fn write_encrypted(socket: &mut DataSocket, bytes: &[u8], patience: Duration, totals: &Totals) -> io::Result<()> {
-    for piece in bytes.chunks(DataSocket::PIECE_BYTES) {
-        socket.write_encrypted(piece, |mut socket, bytes| {
-            write_out(bytes.len(), patience, |done| {
-                socket.write(bytes.get(done..).unwrap_or_default())
-            })
-        })?;
-        // What they are without what encryption adds, as everywhere.
-        totals.wrote(piece.len());
     }
     Ok(())
 }

@@ -7,7 +7,7 @@ use super::names::{Allowed, AllowedClients, AllowedServers};
 use crate::{Address, Error};
 use rustls::client::{Resumption, WebPkiServerVerifier};
 use rustls::crypto::CryptoProvider;
-use rustls::crypto::ring::{self, cipher_suite};
+use rustls::crypto::aws_lc_rs::{self, cipher_suite};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
@@ -106,7 +106,7 @@ fn provider() -> CryptoProvider {
             cipher_suite::TLS13_AES_256_GCM_SHA384,
             cipher_suite::TLS13_CHACHA20_POLY1305_SHA256,
         ],
-        ..ring::default_provider()
+        ..aws_lc_rs::default_provider()
     }
 }
 
@@ -186,6 +186,11 @@ impl Tls {
         let allowed = pem.allow_peers.iter().map(|given| name("--allow-peer", given));
         let allowed = Allowed(allowed.collect::<Result<_, _>>()?);
         let provider = Arc::new(provider());
+        // A process's first random number takes tens of milliseconds, which would be a migration's.
+        provider
+            .secure_random
+            .fill(&mut [0])
+            .map_err(|_| wrong("this machine gives no random numbers, which TLS cannot be without".to_owned()))?;
         let unfit = |e: rustls::Error| {
             wrong(match e {
                 rustls::Error::InconsistentKeys(_) => {

@@ -12,7 +12,7 @@
 //! connection, and not who writes to it afterwards.
 
 use crate::Error;
-use ring::hmac;
+use aws_lc_rs::hmac;
 use std::fmt;
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;

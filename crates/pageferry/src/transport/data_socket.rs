@@ -9,8 +9,12 @@ use socket2::Socket;
 use std::io::{self, Read, Write};
 use std::ops::Deref;
 
-/// Room for what comes in encrypted, once pages come.
-const INCOMING_BYTES: usize = 1 << 20;
+/// Room for what comes in encrypted, once pages come: it is written, decrypted and read again while it is in a core's own
+/// cache.
+const INCOMING_BYTES: usize = 256 << 10;
+
+/// Encrypted bytes that leave at once: the receiver works on these while the next are made, in a core's own cache too.
+const OUTGOING_BYTES: usize = 128 << 10;
 
 /// A socket that blocks, owned by one thread. Dereferences to the socket itself, for its settings and to close it.
 #[derive(Debug)]
@@ -34,9 +38,6 @@ impl Deref for DataSocket {
 }
 
 impl DataSocket {
-    /// Bytes that are best encrypted at once: the receiver works on the one piece while the next is encrypted.
-    pub(crate) const PIECE_BYTES: usize = 256 << 10;
-
     pub(super) fn from_parts(socket: Socket, tls: Option<Session>) -> Self {
         DataSocket {
             socket,
@@ -48,17 +49,13 @@ impl DataSocket {
         (self.socket, self.tls.map(|tls| *tls))
     }
 
-    /// The socket, if what goes through it goes as it is.
-    pub(crate) fn plain(&self) -> Option<&Socket> {
-        match self.tls {
-            None => Some(&self.socket),
-            Some(_) => None,
-        }
-    }
-
-    /// Whether all that crosses is encrypted here.
-    pub(crate) fn is_tls(&self) -> bool {
-        self.tls.is_some()
+    /// The connection, if what goes through it is encrypted here.
+    pub(crate) fn encrypted(&mut self) -> Option<Encrypted<'_>> {
+        let tls = self.tls.as_mut()?;
+        Some(Encrypted {
+            socket: &self.socket,
+            tls,
+        })
     }
 
     /// Makes ready for many bytes.
@@ -132,46 +129,83 @@ impl DataSocket {
         let parts = [&head[ahead..], &body[behind.min(body.len())..]].map(io::IoSlice::new);
         (&self.socket).write_vectored(&parts)
     }
-
-    /// Encrypts `bytes`, and has `write_out` write what came of it: all of it, whatever a single write takes. Plain sockets
-    /// leave them as they are.
-    pub(crate) fn write_encrypted(
-        &mut self,
-        bytes: &[u8],
-        write_out: impl FnOnce(&Socket, &[u8]) -> io::Result<()>,
-    ) -> io::Result<()> {
-        let Some(tls) = &mut self.tls else {
-            return write_out(&self.socket, bytes);
-        };
-        tls.write(bytes)?;
-        let outgoing = tls.outgoing().len();
-        write_out(&self.socket, tls.outgoing())?;
-        tls.left(outgoing);
-        Ok(())
-    }
 }
 
-impl Read for DataSocket {
-    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        let Some(tls) = &mut self.tls else {
-            return (&self.socket).read(into);
-        };
+/// A connection that encrypts what goes through it.
+pub(crate) struct Encrypted<'a> {
+    socket: &'a Socket,
+    tls: &'a mut Session,
+}
+
+impl Encrypted<'_> {
+    /// Bytes of a record that is full: pages that are written by so many at a time come out by whole pages.
+    pub(crate) const RECORD_BYTES: usize = 16 << 10;
+
+    /// Encrypts `bytes`, and has `write_out` write what came of all that was encrypted, once it is enough to be worth it:
+    /// all of it, whatever a single write takes.
+    pub(crate) fn write(
+        &mut self,
+        bytes: &[u8],
+        write_out: &mut dyn FnMut(&Socket, &[u8]) -> io::Result<()>,
+    ) -> io::Result<()> {
+        for piece in bytes.chunks(OUTGOING_BYTES) {
+            self.tls.write(piece)?;
+            if self.tls.outgoing().len() >= OUTGOING_BYTES {
+                self.flush(write_out)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Has `write_out` write what is left.
+    pub(crate) fn flush(&mut self, write_out: &mut dyn FnMut(&Socket, &[u8]) -> io::Result<()>) -> io::Result<()> {
+        let outgoing = self.tls.outgoing().len();
+        if outgoing > 0 {
+            write_out(self.socket, self.tls.outgoing())?;
+            self.tls.left(outgoing);
+        }
+        Ok(())
+    }
+
+    /// Hands out the next bytes, no more than are `wanted`, in the pieces that records make, and returns how many they
+    /// were: 0 is the end of the stream.
+    pub(crate) fn read_pieces(&mut self, wanted: usize, take: &mut dyn FnMut(&[u8])) -> io::Result<usize> {
         loop {
-            let have = tls.read(into)?;
-            if have > 0 || tls.is_closed() || into.is_empty() {
+            let have = self.tls.read_pieces(wanted, take)?;
+            if have > 0 || self.tls.is_closed() || wanted == 0 {
                 return Ok(have);
             }
-            if tls.fill(|room| (&self.socket).read(room))? == 0 {
+            if self.tls.fill(|room| (&*self.socket).read(room))? == 0 {
                 return Ok(0);
             }
         }
     }
 }
 
+impl Read for DataSocket {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let Some(mut encrypted) = self.encrypted() else {
+            return (&self.socket).read(into);
+        };
+        let (wanted, mut done) = (into.len(), 0);
+        encrypted.read_pieces(wanted, &mut |piece| {
+            into[done..done + piece.len()].copy_from_slice(piece);
+            done += piece.len();
+        })
+    }
+}
+
 /// All of a few bytes, as greetings are: for pages there is more to it.
 impl Write for DataSocket {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.write_encrypted(bytes, |mut socket, bytes| socket.write_all(bytes))?;
+        let mut write_out = |mut socket: &Socket, bytes: &[u8]| socket.write_all(bytes);
+        match self.encrypted() {
+            None => write_out(&self.socket, bytes)?,
+            Some(mut encrypted) => {
+                encrypted.write(bytes, &mut write_out)?;
+                encrypted.flush(&mut write_out)?;
+            }
+        }
         Ok(bytes.len())
     }
 

@@ -13,7 +13,7 @@ mod unix;
 mod vsock;
 
 pub(crate) use closer::Closer;
-pub(crate) use data_socket::DataSocket;
+pub(crate) use data_socket::{DataSocket, Encrypted};
 pub(crate) use socket::AsyncSocket;
 
 use crate::security::{self, PROOF_BYTES, Token};

@@ -194,15 +194,15 @@ impl Session {
         }
     }
 
-    /// One state of rustls: puts what is to be sent into `outgoing`, and what was decrypted into `into`, the rest of it
-    /// into `plain`. `into` has how much of it is filled.
-    fn step(&mut self, into: Option<(&mut [u8], &mut usize)>) -> Result<Now, rustls::Error> {
+    /// One state of rustls: puts what is to be sent into `outgoing`, and hands out what was decrypted; what is not wanted
+    /// goes into `plain`.
+    fn step(&mut self, taker: Option<&mut Taker<'_>>) -> Result<Now, rustls::Error> {
         let (start, end) = (self.incoming.start, self.incoming.end);
         let incoming = &mut self.incoming.bytes[start..end];
         let mut out = Out {
             outgoing: &mut self.outgoing,
             plain: &mut self.plain,
-            into,
+            taker,
         };
         let (discard, now) = match &mut self.end {
             End::Client(end) => out.take(end.process_tls_records(incoming)),
@@ -214,24 +214,35 @@ impl Session {
 
     /// Decrypted bytes into `into`, as many as are there; `Ok(0)`: more has to come in, unless [`Session::is_closed`].
     pub(super) fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let mut done = 0;
+        let wanted = into.len();
+        self.read_pieces(wanted, &mut |piece| {
+            into[done..done + piece.len()].copy_from_slice(piece);
+            done += piece.len();
+        })
+    }
+
+    /// Hands out decrypted bytes, as many as are there but no more than are `wanted`, in the pieces that records make, and
+    /// returns how many they were; `Ok(0)`: more has to come in, unless [`Session::is_closed`].
+    pub(super) fn read_pieces(&mut self, wanted: usize, take: &mut dyn FnMut(&[u8])) -> io::Result<usize> {
         if self.outgoing.filled().len() > MAX_UNASKED_BYTES {
             return Err(io::Error::new(
                 io::ErrorKind::ConnectionAborted,
                 format!("the {} asks for new keys over and over", self.side.peer()),
             ));
         }
-        let mut done = self.plain.filled().len().min(into.len());
-        into[..done].copy_from_slice(&self.plain.filled()[..done]);
-        self.plain.consume(done);
-        while done < into.len() && !self.closed && !self.incoming.filled().is_empty() {
-            match self.step(Some((into, &mut done))) {
+        let mut taker = Taker { wanted, take };
+        let left_over = taker.offer(self.plain.filled());
+        self.plain.consume(left_over);
+        while taker.wanted > 0 && !self.closed && !self.incoming.filled().is_empty() {
+            match self.step(Some(&mut taker)) {
                 Ok(Now::Again) => {}
                 Ok(Now::Ready | Now::Blocked) => break,
                 Ok(Now::Closed) => self.closed = true,
                 Err(error) => return Err(self.broken(&error)),
             }
         }
-        Ok(done)
+        Ok(wanted - taker.wanted)
     }
 
     /// Whether the peer said that nothing more comes.
@@ -257,7 +268,7 @@ impl Session {
             let mut out = Out {
                 outgoing: &mut self.outgoing,
                 plain: &mut self.plain,
-                into: None,
+                taker: None,
             };
             let (discard, now) = match &mut self.end {
                 End::Client(end) => out.encrypt(end.process_tls_records(incoming), bytes, room),
@@ -297,11 +308,29 @@ enum Encrypted {
     Needs(usize),
 }
 
+/// Who takes what is decrypted, up to so many bytes.
+struct Taker<'a> {
+    wanted: usize,
+    take: &'a mut dyn FnMut(&[u8]),
+}
+
+impl Taker<'_> {
+    /// Takes as many of `bytes` as are wanted, and says how many.
+    fn offer(&mut self, bytes: &[u8]) -> usize {
+        let taken = &bytes[..bytes.len().min(self.wanted)];
+        if !taken.is_empty() {
+            (self.take)(taken);
+        }
+        self.wanted -= taken.len();
+        taken.len()
+    }
+}
+
 /// Where a step puts what it makes.
 struct Out<'a, 'b> {
     outgoing: &'a mut Span,
     plain: &'a mut Span,
-    into: Option<(&'b mut [u8], &'b mut usize)>,
+    taker: Option<&'a mut Taker<'b>>,
 }
 
 impl Out<'_, '_> {
@@ -354,13 +383,8 @@ impl Out<'_, '_> {
     }
 
     fn decrypted(&mut self, payload: &[u8]) {
-        let mut rest = payload;
-        if let Some((into, done)) = &mut self.into {
-            let taken = rest.len().min(into.len() - **done);
-            into[**done..**done + taken].copy_from_slice(&rest[..taken]);
-            **done += taken;
-            rest = &rest[taken..];
-        }
+        let taken = self.taker.as_mut().map_or(0, |taker| taker.offer(payload));
+        let rest = &payload[taken..];
         if !rest.is_empty() {
             self.plain.room(rest.len())[..rest.len()].copy_from_slice(rest);
             self.plain.end += rest.len();
