@@ -391,6 +391,7 @@ mod tests {
             "compress",
             "verified",
             "verify_ms",
+            "verify_ahead_ms",
             "peak_rss_bytes",
         ] {
             assert!(keys.contains(&key), "{key} is missing from {keys:?}");

@@ -37,6 +37,9 @@ pub struct Report {
     pub downtime_ms: f64,
     /// What `--verify` added while the guest was paused.
     pub verify_ms: f64,
+    /// What `--verify` took ahead of the pause, while the guest ran; a source's alone. Part of `precopy_ms` and `total_ms`.
+    #[serde(default)]
+    pub verify_ahead_ms: f64,
     /// How long vCPUs stood still during precopy, as far as it was measured.
     pub guest_stall_ms: f64,
     /// Guest RAM.
@@ -81,6 +84,7 @@ impl Report {
             precopy_ms: 0.0,
             downtime_ms: 0.0,
             verify_ms: 0.0,
+            verify_ahead_ms: 0.0,
             guest_stall_ms: 0.0,
             ram_bytes: 0,
             wire_bytes: 0,

@@ -400,6 +400,11 @@ fn a_slow_digest_on_either_side_is_verification_and_no_downtime_for_both() {
                 assert!(report.downtime_ms < 20.0, "{at_source}, {at_destination}: {report:?}");
             }
             assert!((source - destination).abs() < 5.0, "{source} and {destination} ms");
+            let [at_source_ms, ahead] = [at_source as f64, reports[0].verify_ahead_ms];
+            assert!(
+                (at_source_ms..at_source_ms + 5.0).contains(&ahead),
+                "{ahead} ms ahead of the pause"
+            );
             waited += u32::from(slower > 0.0 && reports[0].verify_ms > slower - 5.0);
         }
     }

@@ -2,7 +2,7 @@
 
   scripts/bench          on loopback, and one comparison over 1 Gbit/s: every row of the table of goals
   scripts/bench links    behind 10 and 1 Gbit/s with 0.2 and 20 ms there and back
-  scripts/bench scale    ours alone, by RAM size, streams, regions and dirty rate; needs neither QEMU nor root
+  scripts/bench scale    ours alone, by RAM size, streams, regions, dirty rate and TLS; needs neither QEMU nor root
   scripts/bench inflate  the balloon alone (see scripts/bench inflate --help)
 
 QEMU is Debian's, out of backports where that can be had, emulating (TCG); its guests run Debian's cloud kernel, ours

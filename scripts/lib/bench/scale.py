@@ -1,4 +1,5 @@
-"""Scale: what ours costs as RAM, streams, regions of RAM and the guest's dirty rate grow. Nobody else takes part.
+"""Scale: what ours costs as RAM, streams, regions of RAM and the guest's dirty rate grow, and what TLS does. Nobody else
+takes part.
 
 Each series varies one thing. Its points take turns, every other round in the opposite order, each after memory has
 settled; the first point is what the others are compared with.
@@ -17,14 +18,16 @@ from pathlib import Path
 import cells
 import measure
 import output
+import tls
 from contest import Missing, Results
 from emulated.basics import GIB, MIB, PAGE_BYTES, ScriptError, progress
 from goals import Row
 from ours import Ours, Programs, migrate, soft_guest
 from templates import TMPFS
 
-RAM, STREAMS, REGIONS, DIRTY = "scale-ram", "scale-streams", "scale-regions", "scale-dirty"
+RAM, STREAMS, REGIONS, DIRTY, TLS = "scale-ram", "scale-streams", "scale-regions", "scale-dirty", "scale-tls"
 _SPARSE_GOAL = 1.5  # the largest guest over the smallest, same used pages
+_TLS_GOAL = 1 / 0.6  # TLS over plain, one stream each
 _ROOM = 2.2  # of memory, in what a guest uses: source and receiver, and a little
 _STRETCHES = 64  # of used pages in the RAM file: as many as there are regions at most
 _GAP_BYTES = 256 * MIB  # between two regions
@@ -40,12 +43,14 @@ class Extent:
     regions: tuple
     link_bits_per_s: int
     dirty_percents: tuple  # of what the link carries
+    tls_streams: tuple
 
 
 FULL = Extent(
-    cells.SPARSE, 300 * MIB, (1, 2, 4, 8), (1, 4, 16, 64), 2_000_000_000, (0, 25, 50, 75, 100, 125, 150, 200)
+    cells.SPARSE, 300 * MIB, (1, 2, 4, 8), (1, 4, 16, 64), 2_000_000_000, (0, 25, 50, 75, 100, 125, 150, 200),
+    (1, 2, 4),
 )
-QUICK = Extent({"1g": GIB, "64g": 64 * GIB}, 32 * MIB, (1, 2), (1, 4), 200_000_000, (0, 50, 200))
+QUICK = Extent({"1g": GIB, "64g": 64 * GIB}, 32 * MIB, (1, 2), (1, 4), 200_000_000, (0, 50, 200), (1,))
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,21 @@ def series(extent, memory_bytes, folder, timeout_s):
         guest = soft_guest(memory_bytes, *_used(used), "--workload", f"churn:{rate}")
         points.append(Point(f"{percent}-percent", rate * PAGE_BYTES / 1e6, tuple(guest), way))
     about = f"dirty rate, in percent of the link's {carried / 1e6:g} MB/s, {used // MIB} MiB used"
-    return [*found, Series(DIRTY, about, used, tuple(points))]
+    return [*found, Series(DIRTY, about, used, tuple(points)), _tls(extent, memory_bytes, folder)]
+
+
+def _tls(extent, memory_bytes, folder):
+    """The same guest, plain and encrypted. Receivers' memory is populated, so that the copies are what is measured."""
+    much = memory_bytes // 2 // MIB * MIB
+    guest = tuple(soft_guest(memory_bytes, *_used(much)))
+    points = []
+    for streams in extent.tls_streams:
+        send = ("--streams", str(streams), "--compress", "none")
+        points.append(Point(f"plain-{streams}", streams, guest, Ours(send, prealloc=True)))
+        way = Ours((*send, *tls.flags(folder, "source")), tls.flags(folder, "receiver"), prealloc=True)
+        points.append(Point(f"tls-{streams}", streams, guest, way))
+    about = f"TLS beside plain, by streams, receivers populated, {memory_bytes // MIB} MiB of RAM, {much // MIB} MiB used"
+    return Series(TLS, about, much, tuple(points))
 
 
 def write_ram(path, total_bytes, used_bytes):
@@ -130,7 +149,7 @@ class _Turns:
     def __init__(self, programs, folder, arguments):
         self.programs = programs
         self.folder = folder
-        self.rounds, self.host = arguments.rounds, arguments.host
+        self.rounds, self.host, self.memory = arguments.rounds, arguments.host, arguments.memory
         self.results = Results(arguments.rounds)
 
     def run(self, one):
@@ -159,7 +178,7 @@ class _Turns:
         if missing:
             raise measure.Unavailable(f"migrate-send has no {missing}")
         with self.host.ready(int(_ROOM * one.used_bytes)) as before:
-            return migrate(self.programs, self.folder, point.guest, point.way, 0, before=before)
+            return migrate(self.programs, self.folder, point.guest, point.way, self.memory, before=before)
 
 
 def _values(one, point, results, key):
@@ -176,6 +195,8 @@ def _row(one, point, results, key):
     row = Row(f"{one.name}-{point.name}-{key}", peer_name=first.name)
     if (one.name, point.name) == (RAM, "4t"):
         row.goal = _SPARSE_GOAL
+    if (one.name, point.name) == (TLS, "tls-1"):
+        row.goal = _TLS_GOAL
     try:
         results.runs(one.name, point.name, "total_ms")  # or it is missing, and says why
         row.runs = {"ours": _values(one, point, results, key), "peer": []}
@@ -257,6 +278,8 @@ def bench(arguments):
             write_ram(folder / "ram", arguments.memory, extent.used_bytes)
             for count in extent.regions:
                 write_layout(folder / f"layout-{count}.json", arguments.memory, count)
+        if any(one.name == TLS for one in chosen):
+            tls.write_files(folder)
         try:
             for one in chosen:
                 turns.run(one)

@@ -84,6 +84,7 @@ impl Destination {
             precopy_ms: ms(precopy),
             downtime_ms: downtime,
             verify_ms: verify,
+            verify_ahead_ms: 0.0,
             guest_stall_ms: 0.0,
             ram_bytes: self.terms.as_ref().map_or(0, |terms| terms.layout.total_bytes()),
             wire_bytes,

@@ -155,6 +155,7 @@ impl Source {
                 .map_or(Time::ZERO, |from| precopy_end.saturating_sub(from))),
             downtime_ms: ms(self.downtime_until(end)),
             verify_ms: ms(self.moments.verify),
+            verify_ahead_ms: ms(self.moments.verify_ahead),
             guest_stall_ms: 0.0,
             ram_bytes: self.layout.total_bytes(),
             wire_bytes,

@@ -57,6 +57,7 @@ impl Source {
         let pause = pause && !self.link.is_down();
         tracing::debug!(pending, expected = ?self.switchover.expected_downtime, pause, "harvested");
         if pause && self.digests_ahead() {
+            self.moments.ahead_began = Some(self.now);
             self.digest_stale();
             // Tells what was written meanwhile; then it is decided anew.
             self.harvest();
@@ -152,6 +153,9 @@ impl Source {
         }
         // One from ahead of the pause, or of a switchover that was given up, says nothing of downtime.
         let Some(began) = self.moments.digest_began else {
+            if let Some(began) = self.moments.ahead_began.take() {
+                self.moments.verify_ahead = self.now.saturating_sub(began);
+            }
             self.rounds.harvest_begins(self.now);
             return;
         };

@@ -134,6 +134,9 @@ struct Moments {
     pause: Option<Time>,
     running: Option<Time>,
     digest_began: Option<Time>,
+    /// The same for the digest ahead of the pause, and what it took.
+    ahead_began: Option<Time>,
+    verify_ahead: Duration,
     state_sent: Option<Time>,
     /// What verification added: our digest, and the receiver's wait for its own.
     verify: Duration,
