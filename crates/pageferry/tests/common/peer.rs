@@ -61,12 +61,12 @@ pub fn hello(layout: &Layout, streams: u16) -> Message {
     })
 }
 
-pub fn say(stream: &mut TcpStream, message: &Message) {
+pub fn say(stream: &mut impl Write, message: &Message) {
     stream.write_all(&frame::encode(message).unwrap()).unwrap();
 }
 
 /// The next message that is no ping; `None` at the end.
-pub fn hear(stream: &mut TcpStream) -> Option<Message> {
+pub fn hear(stream: &mut impl Read) -> Option<Message> {
     loop {
         let mut header = [0; frame::HEADER_BYTES];
         stream.read_exact(&mut header).ok()?;
