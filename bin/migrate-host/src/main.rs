@@ -32,5 +32,8 @@ struct Arguments {
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     arguments.log.start();
-    cli::finish("migrate-host", run::run(&arguments))
+    cli::finish(
+        "migrate-host",
+        cli::take_room_for_files().and_then(|()| run::run(&arguments)),
+    )
 }

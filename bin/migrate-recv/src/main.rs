@@ -30,5 +30,8 @@ struct Arguments {
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     arguments.output.log.start();
-    cli::finish("migrate-recv", run::run(arguments))
+    cli::finish(
+        "migrate-recv",
+        cli::take_room_for_files().and_then(|()| run::run(arguments)),
+    )
 }

@@ -35,5 +35,8 @@ struct Arguments {
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     arguments.output.log.start();
-    cli::finish("migrate-send", run::run(&arguments))
+    cli::finish(
+        "migrate-send",
+        cli::take_room_for_files().and_then(|()| run::run(&arguments)),
+    )
 }

@@ -43,7 +43,7 @@ pub use progress::show_progress;
 pub use receiving::{RamFile, Receiving};
 pub use recv_flags::{After, Corrupt, PreallocFor, RecvFlags, RefuseState};
 pub use report_out::{GuestReport, REPORT_MISSING, ReportOut, or_warn, print_line, report_early};
-pub use runtime::{Signals, Watched, block_on};
+pub use runtime::{Signals, Watched, block_on, take_room_for_files};
 pub use sandbox::Files;
 pub use sandbox_flags::{SandboxFlags, hold_files, with_guest, with_made, with_receiver};
 pub use security_flags::SecurityFlags;

@@ -2,9 +2,44 @@
 
 use crate::{Error, say_stderr};
 use pageferry::Abandoned;
+use rustix::process::{Resource, getrlimit, setrlimit};
 use std::future::Future;
 use std::task::{Context, Waker};
 use tokio::signal::unix::{Signal, SignalKind, signal};
+
+/// Files that a command opens in any case, and a few connections.
+const LEAST_FILES: u64 = 64;
+
+/// Files that no command needs more of: what a receiver takes of connections is bounded.
+const MOST_FILES: u64 = 4096;
+
+/// Takes the right to as many open files as the machine's administrator allows and a command can use. Before the sandbox, which
+/// takes that away.
+///
+/// # Errors
+/// [`Error::Refused`] where they are too few for any migration.
+pub fn take_room_for_files() -> Result<(), Error> {
+    let mut limit = getrlimit(Resource::Nofile);
+    let Some(current) = limit.current.filter(|current| *current < MOST_FILES) else {
+        return Ok(());
+    };
+    let most = limit.maximum.map_or(MOST_FILES, |maximum| maximum.min(MOST_FILES));
+    limit.current = Some(most);
+    let have = match setrlimit(Resource::Nofile, limit) {
+        Ok(()) => most,
+        Err(error) => {
+            tracing::warn!(%error, "the limit of open files stays at {current}");
+            current
+        }
+    };
+    if have < LEAST_FILES {
+        return Err(Error::Refused(format!(
+            "this process may have {have} files open, and takes {LEAST_FILES} at least: raise the limit (ulimit -n, or \
+             LimitNOFILE= of a unit)"
+        )));
+    }
+    Ok(())
+}
 
 /// Runs a command's asynchronous part to its end. Work that still blocks then is not waited for: the process is about to
 /// exit.

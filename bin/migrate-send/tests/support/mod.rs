@@ -77,6 +77,19 @@ impl Running {
         running
     }
 
+    /// Like `receiver`, of a command line of the test's own, which is given a report.
+    pub(crate) fn receiver_of(mut command: Command, folder: &Path) -> Running {
+        let report = folder.join("receiver.json");
+        command
+            .arg("--report")
+            .arg(&report)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let (mut running, out) = Running::first_line(command.spawn().unwrap(), report);
+        running.out = Some(gather(out, Arc::default()));
+        running
+    }
+
     /// Like `receiver`, but nobody reads its stdout after the first line.
     pub(crate) fn unread_receiver(folder: &Path, arguments: &[&str]) -> Running {
         Running::listening(folder, arguments).0
