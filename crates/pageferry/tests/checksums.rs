@@ -3,11 +3,13 @@
 
 mod common;
 
+use common::peer::FakeReceiver;
 use common::*;
 use pageferry::{Address, Compress, Ending, Finished, Migration, SendOptions};
 use pages::Layout;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
+use wire::{Accept, Message, Offer};
 
 /// Of a data connection, the byte that is changed: in the pages of the first batch.
 const AT: usize = 200_000;
@@ -90,4 +92,37 @@ async fn a_byte_that_changed_on_the_way_is_found_before_it_is_used() {
     assert_eq!(source.outcome.ending, Ending::Completed, "{:?}", source.outcome.error);
     let differs = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| assert_same_ram(&here, &there, &[])));
     assert!(differs.is_err(), "no byte was changed");
+}
+
+/// A receiver of version 2 knows no checksums, and one of ours that cannot copy pages in has no place to check them in: both
+/// are told so, and nothing is sent without.
+#[tokio::test(flavor = "multi_thread")]
+async fn checksums_that_a_receiver_cannot_check_are_refused_and_not_left_out() {
+    for (version, codecs, word) in [
+        (2, 1, "speaks version 2"),
+        (wire::VERSIONS.max, 0, "before it uses them"),
+    ] {
+        let (mut fake, address) = FakeReceiver::bind();
+        let player = std::thread::spawn(move || {
+            fake.accept_as(2, version);
+            assert!(matches!(fake.hear(), Some(Message::Hello(_))));
+            fake.say(&Message::Offer(Offer { codecs }));
+            fake.say(&Message::Accept(Accept { populated: false }));
+            fake.hear_until(|message| matches!(message, Message::Abort { .. }))
+        });
+        let (guest, probe) = busy_guest(&Layout::flat(1000).unwrap(), None);
+        let options = SendOptions {
+            checksum: true,
+            ..send_options(2)
+        };
+        let finished = guarded(Migration::send(guest, &address, options).finish()).await;
+        assert_eq!(finished.outcome.ending, Ending::Refused);
+        let error = finished.outcome.error.unwrap();
+        assert!(error.contains("--checksum") && error.contains(word), "{error}");
+        let Some(Message::Abort { reason, .. }) = player.join().unwrap() else {
+            panic!("the receiver was not told");
+        };
+        assert!(reason.contains("--checksum"), "{reason}");
+        probe.assert_unharmed();
+    }
 }
