@@ -19,7 +19,7 @@ pub(crate) fn request(socket: &Path, request: &Request) -> Result<u8, Error> {
         let said = host.call(request.method, &request.params).await;
         let result = said.map_err(failed)?.map_err(Error::Refused)?;
         let printed = cli::print_line(&result.to_string());
-        if matches!(request.method, "status" | "progress" | "balloon-stats") {
+        if matches!(request.method, "status" | "progress" | "set" | "balloon-stats") {
             // What was asked for is the words.
             printed?;
         } else {

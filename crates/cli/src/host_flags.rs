@@ -1,10 +1,13 @@
 //! What an operator asks a host that serves a guest, beside to send it.
 
 use crate::Error;
-use crate::units::Size;
+use crate::units::{Size, UnitError, parse_bandwidth, parse_duration};
 use clap::Args;
+use pageferry::control_socket::SetParams;
 use pages::PAGE_BYTES;
 use serde_json::{Value, json};
+use std::str::FromStr;
+use std::time::Duration;
 
 /// The flags. At most one of them, and it needs --control.
 #[derive(Args, Clone, Debug, Default)]
@@ -20,6 +23,9 @@ pub struct HostFlags {
     /// Cancel the migration under way: the guest goes on there
     #[arg(long)]
     pub cancel: bool,
+    /// Change a setting of the migration under way: max-bandwidth=RATE (0: no limit) or downtime-limit=TIME. Repeatable
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub set: Vec<Setting>,
     /// Pause the guest
     #[arg(long)]
     pub pause: bool,
@@ -38,6 +44,43 @@ pub struct HostFlags {
     /// End the guest and its host
     #[arg(long)]
     pub quit: bool,
+}
+
+/// A setting of a migration that can change while it runs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Setting {
+    /// Bytes a second; 0: no limit.
+    MaxBandwidth(u64),
+    /// The downtime to aim at.
+    DowntimeLimit(Duration),
+}
+
+impl FromStr for Setting {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (key, value) = text.split_once('=').unwrap_or((text, ""));
+        let wrong = |error: UnitError| format!("{key}: {error}");
+        match key {
+            "max-bandwidth" => parse_bandwidth(value).map(Setting::MaxBandwidth).map_err(wrong),
+            "downtime-limit" => parse_duration(value).map(Setting::DowntimeLimit).map_err(wrong),
+            _ => Err(format!(
+                "'{key}' is no setting that can change: give max-bandwidth=RATE or downtime-limit=TIME"
+            )),
+        }
+    }
+}
+
+/// What the host is told of them; the last of a kind counts.
+fn settings(given: &[Setting]) -> Value {
+    let mut params = SetParams::default();
+    for setting in given {
+        match setting {
+            Setting::MaxBandwidth(rate) => params.max_bandwidth_bytes_per_s = Some(*rate),
+            Setting::DowntimeLimit(time) => params.downtime_limit_ms = Some(time.as_secs_f64() * 1e3),
+        }
+    }
+    json!(params)
 }
 
 /// A request to a host.
@@ -65,6 +108,9 @@ impl HostFlags {
             if is_given {
                 given.push((flag, request(method, Value::Null)));
             }
+        }
+        if !self.set.is_empty() {
+            given.push(("--set", request("set", settings(&self.set))));
         }
         if self.resume {
             given.push(("--resume", request("resume", json!({"force": self.force}))));

@@ -337,6 +337,7 @@ mod tests {
             ("--control s --status", "status"),
             ("--control s --progress", "progress"),
             ("--control s --cancel", "cancel"),
+            ("--control s --set max-bandwidth=1Gbit --set downtime-limit=1s", "set"),
             ("--control s --pause", "pause"),
             ("--control s --resume --force", "resume"),
             ("--control s --balloon-target 1G", "balloon"),
@@ -355,6 +356,16 @@ mod tests {
     }
 
     #[test]
+    fn settings_that_change_are_told_in_the_hosts_units() {
+        let line = "--control s --set max-bandwidth=1Gbit --set downtime-limit=1s --set max-bandwidth=8Mbit";
+        let Ok(Target::Request(_, request)) = target(line) else {
+            panic!("{line}");
+        };
+        let told = serde_json::json!({"max_bandwidth_bytes_per_s": 1_000_000, "downtime_limit_ms": 1000.0});
+        assert_eq!(request.params, told);
+    }
+
+    #[test]
     fn what_does_not_go_together_is_refused_by_name() {
         for (line, word) in [
             ("", "--to ADDR"),
@@ -365,6 +376,11 @@ mod tests {
             ("--control s --status --quit", "--quit"),
             ("--control s --status --force", "--force goes with --resume"),
             ("--control s --balloon-target 4097", "4097"),
+            ("--control s --set streams=2", "'streams'"),
+            ("--control s --set max-bandwidth=fast", "'fast'"),
+            ("--control s --set max-bandwidth", "10Gbit"),
+            ("--control s --set max-bandwidth=0 --cancel", "one thing at a time"),
+            ("--set max-bandwidth=0", "--control SOCKET"),
             (
                 "--control s --to tcp:h:1 --memory 1G",
                 "--memory is for a guest that is started here",

@@ -1,6 +1,6 @@
 //! What goes into the state machines (events) and what comes out of them (actions). All of it plain data.
 
-use crate::Outcome;
+use crate::{Outcome, Tuning};
 use machine::{Answer, BalloonCounts, GuestMemoryStats, MachineState};
 use pages::{PageRange, PageSet};
 use wire::{Hello, Message};
@@ -299,6 +299,8 @@ pub enum SourceEvent {
         /// How it looked: a clause.
         error: String,
     },
+    /// Somebody changes settings; at any time.
+    Tuned(Tuning),
     /// Somebody cancels.
     Cancel,
 }

@@ -22,6 +22,8 @@ const RATIOS: usize = 3;
 pub(crate) struct Bandwidth {
     /// On the wire.
     bytes_per_s: Option<f64>,
+    /// What may cross at most, where somebody has said so since the migration began.
+    limit: Option<f64>,
     /// Whether the figure comes from a round that was large enough.
     telling: bool,
     /// Bytes on the wire for a byte of pages, at most 1: of the last rounds of rewritten pages, in a ring.
@@ -75,16 +77,26 @@ impl Bandwidth {
         self.harvest = took;
     }
 
+    /// From now on so many bytes a second may cross at most; 0: any number. What was measured before is no bound any more: the
+    /// next round that is large enough counts alone.
+    pub(crate) fn limit(&mut self, bytes_per_s: u64) {
+        self.limit = (bytes_per_s > 0).then_some(bytes_per_s as f64);
+        self.telling = false;
+    }
+
     /// Bytes on the wire a second.
     pub(crate) fn bytes_per_s(&self) -> Option<f64> {
-        self.bytes_per_s
+        match (self.bytes_per_s, self.limit) {
+            (Some(measured), Some(limit)) => Some(measured.min(limit)),
+            (measured, _) => measured,
+        }
     }
 
     /// The downtime to expect if `pages` were left to send: what they take on the wire, two exchanges with the receiver (the last
     /// round's and the state's), and a harvest. `None` where nothing was measured.
     pub(crate) fn expected_downtime(&self, pages: u64) -> Option<Duration> {
         let bytes = pages.saturating_mul(PAGE_BYTES) as f64 * self.ratio();
-        let send = match self.bytes_per_s {
+        let send = match self.bytes_per_s() {
             Some(rate) => bytes / rate,
             None if pages == 0 => 0.0,
             None => return None,
@@ -154,6 +166,27 @@ mod tests {
         bw.rewritten(10 << 20, 80 << 20);
         assert_eq!(seconds(&bw), 0.125);
         assert_eq!(bw.bytes_per_s(), Some(f64::from(100 << 20)), "the link's own");
+    }
+
+    /// A guest is not paused for what a slower link would take long to send, and a faster one shows at once.
+    #[test]
+    fn a_limit_that_changes_is_reckoned_with_from_then_on() {
+        let mut bw = Bandwidth::default();
+        bw.limit(10 << 20);
+        assert_eq!(bw.expected_downtime(1), None, "nothing was measured");
+        bw.limit(0);
+        bw.round(100 << 20, Duration::from_secs(1));
+        bw.limit(10 << 20);
+        assert_eq!(bw.expected_downtime(25_600), Some(Duration::from_secs(10)));
+        bw.round(20 << 20, Duration::from_secs(2));
+        bw.limit(0);
+        assert_eq!(bw.bytes_per_s(), Some(f64::from(10 << 20)));
+        bw.round(200 << 20, Duration::from_secs(1));
+        assert_eq!(
+            bw.bytes_per_s(),
+            Some(f64::from(200 << 20)),
+            "mixed with what was slower"
+        );
     }
 
     #[test]

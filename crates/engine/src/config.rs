@@ -50,6 +50,26 @@ impl SkipSet {
     };
 }
 
+/// Settings that may change while a migration runs; `None`: as it was.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tuning {
+    /// The downtime that is aimed at, from the next decision on.
+    pub downtime_limit: Option<Duration>,
+    /// The most bytes a second that all streams together send; 0: as fast as the link takes them. The engine reckons with
+    /// it, its executor keeps to it.
+    pub max_bandwidth: Option<u64>,
+}
+
+impl Tuning {
+    /// The two together, the later one's settings before this one's.
+    pub fn then(self, later: Tuning) -> Tuning {
+        Tuning {
+            downtime_limit: later.downtime_limit.or(self.downtime_limit),
+            max_bandwidth: later.max_bandwidth.or(self.max_bandwidth),
+        }
+    }
+}
+
 /// How long a peer that is alive may leave an answer owing.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 

@@ -30,7 +30,7 @@ pub use action::{
     Chunk, ChunkId, Content, DestinationAction, DestinationEvent, Peeked, ReceivedRun, Rechecked, RunKind, Scanned,
     SourceAction, SourceEvent, Step,
 };
-pub use config::{Ask, DestinationConfig, OnTimeout, SkipSet, SourceConfig};
+pub use config::{Ask, DestinationConfig, OnTimeout, SkipSet, SourceConfig, Tuning};
 pub use destination::Destination;
 #[cfg(feature = "planted-faults")]
 pub use faults::Fault;

@@ -1,7 +1,7 @@
 //! Faults that others have met, by the number of their report, as runs of both sides.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 
-use engine::{Ask, Ending, OnTimeout, Phase, SkipSet, Step};
+use engine::{Ask, Ending, OnTimeout, Phase, SkipSet, Step, Tuning};
 use faults::{Mishaps, Pair, Setup};
 use pages::{Layout, PageRange, Pfn};
 use std::sync::Arc;
@@ -181,6 +181,40 @@ fn case_13_on_time_out_it_stops_the_guest_and_finishes() {
             "{report:?}"
         );
     }
+}
+
+/// The operator lets a guest that is too fast go, or keeps one that would have fitted from being paused for a link that he has
+/// just made slower.
+#[test]
+fn settings_that_change_while_it_runs_decide_when_to_pause() {
+    let mut pair = Pair::new(restless(13));
+    pair.run(30_000);
+    assert_eq!(pair.count(Step::Pause), 0);
+    let patient = Tuning {
+        downtime_limit: Some(Duration::from_secs(10)),
+        ..Tuning::default()
+    };
+    pair.source.handle(engine::SourceEvent::Tuned(patient), pair.now);
+    finish(&mut pair);
+    assert_eq!(pair.ends(), (Some(Ending::Completed), Some(Ending::Completed)));
+
+    let mut setup = restless(13);
+    setup.source.downtime_limit = Duration::from_secs(10);
+    let mut pair = Pair::new(setup);
+    let crawling = Tuning {
+        max_bandwidth: Some(1),
+        ..Tuning::default()
+    };
+    pair.source.handle(engine::SourceEvent::Tuned(crawling), pair.now);
+    pair.run(30_000);
+    assert_eq!(pair.count(Step::Pause), 0);
+    let free = Tuning {
+        max_bandwidth: Some(0),
+        ..Tuning::default()
+    };
+    pair.source.handle(engine::SourceEvent::Tuned(free), pair.now);
+    finish(&mut pair);
+    assert_eq!(pair.ends(), (Some(Ending::Completed), Some(Ending::Completed)));
 }
 
 #[test]

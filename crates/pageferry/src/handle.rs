@@ -1,7 +1,7 @@
 //! Starting a migration, and watching, cancelling and awaiting it.
 
 use crate::{Address, Guest, Incoming, Listener, ReceiveOptions, SendOptions, destination, report, source};
-use engine::{Outcome, Progress, Role};
+use engine::{Outcome, Progress, Role, Tuning};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 use tokio::sync::Notify;
@@ -97,6 +97,18 @@ impl Handle {
         move || watch.abandon()
     }
 
+    /// Changes settings of a source while it runs, as of the next round or the next batch; those that it leaves out stay as they
+    /// are. Without effect on a destination.
+    pub fn tune(&self, tuning: Tuning) {
+        self.watch.tune(tuning);
+    }
+
+    /// A function that does what [`Handle::tune`] does, for another thread.
+    pub fn tuner(&self) -> impl Fn(Tuning) + Send + Sync + 'static {
+        let watch = self.watch.clone();
+        move |tuning| watch.tune(tuning)
+    }
+
     /// A function that returns what [`Handle::progress`] does, for a progress bar's own task.
     pub fn observer(&self) -> impl Fn() -> Progress + Send + Sync + 'static {
         let watch = self.watch.clone();
@@ -129,6 +141,8 @@ pub enum Abandoned {
 pub(crate) struct Watch {
     progress: Arc<Mutex<Progress>>,
     cancel: Arc<Notify>,
+    /// What somebody changed and nobody has heard of yet.
+    tuning: Arc<(Mutex<Tuning>, Notify)>,
     /// Unset until `Commit` leaves or comes, or the migration is abandoned: whichever is first.
     fate: Arc<OnceLock<Abandoned>>,
 }
@@ -149,6 +163,20 @@ impl Watch {
 
     fn abandon(&self) -> Abandoned {
         *self.fate.get_or_init(|| Abandoned::Before)
+    }
+
+    fn tune(&self, tuning: Tuning) {
+        let (pending, told) = &*self.tuning;
+        let mut pending = pending.lock().unwrap_or_else(PoisonError::into_inner);
+        *pending = pending.then(tuning);
+        told.notify_one();
+    }
+
+    /// Returns what somebody changes, or has since the last time that this was asked.
+    pub(crate) async fn tuned(&self) -> Tuning {
+        let (pending, told) = &*self.tuning;
+        told.notified().await;
+        std::mem::take(&mut *pending.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Returns when somebody cancels, or has since the last time that this was asked.

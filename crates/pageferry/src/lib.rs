@@ -31,7 +31,7 @@ mod transport;
 mod worker;
 
 pub use address::Address;
-pub use engine::{Ask, DestinationConfig, Ending, OnTimeout, Outcome, Progress, Report, SkipSet, SourceConfig};
+pub use engine::{Ask, DestinationConfig, Ending, OnTimeout, Outcome, Progress, Report, SkipSet, SourceConfig, Tuning};
 pub use error::Error;
 pub use handle::{Abandoned, Finished, Handle, Migration};
 pub use options::{Compress, Guest, Incoming, ReceiveOptions, SendOptions};

@@ -1,7 +1,7 @@
 //! What both control loops have: a clock, a time-out to sleep to, a cancel to hear, progress to publish.
 
 use crate::handle::Watch;
-use engine::{Progress, Time};
+use engine::{Progress, Time, Tuning};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -67,6 +67,11 @@ impl Pulse {
     /// Returns when somebody cancels.
     pub(crate) async fn cancelled(&self) {
         self.watch.cancelled().await;
+    }
+
+    /// Returns what somebody changes.
+    pub(crate) async fn tuned(&self) -> Tuning {
+        self.watch.tuned().await
     }
 
     /// Whether `Commit` may leave, or be acted upon: not once the migration was abandoned.

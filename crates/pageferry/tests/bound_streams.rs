@@ -52,10 +52,8 @@ fn open(address: &Address, us: &TlsPem, role: ConnectionRole) -> Peer {
 /// Whether the receiver keeps a connection on which nothing is said.
 fn is_kept(peer: &mut Peer) -> bool {
     peer.sock.set_read_timeout(Some(Duration::from_millis(700))).unwrap();
-    match peer.read(&mut [0]) {
-        Ok(_) => false,
-        Err(error) => matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut),
-    }
+    let read = peer.read_exact(&mut [0]);
+    read.is_err_and(|error| matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut))
 }
 
 /// The control connection of a migration of one stream.

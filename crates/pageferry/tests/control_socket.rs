@@ -84,7 +84,7 @@ async fn a_guest_is_handed_over_and_the_client_gets_the_whole_report() {
     let served = served();
     let (receiving, address, made) = receiver(receive_options());
     let mut one = client(&served.path).await;
-    assert_eq!(call(&mut one, "version", Value::Null).await.unwrap()["version"], 1);
+    assert_eq!(call(&mut one, "version", Value::Null).await.unwrap()["version"], 2);
     let status = call(&mut one, "status", Value::Null).await.unwrap();
     assert_eq!((&status["state"], &status["kind"]), (&json!("running"), &json!("test")));
     assert_eq!(status["memory_bytes"], 400 * 4096);

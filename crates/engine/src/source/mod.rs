@@ -39,7 +39,9 @@ use crate::error::{Error, name_of, plain};
 use crate::fates::Fates;
 use crate::faults::{Fault, Planted};
 use crate::timers::{Timer, Timers};
-use crate::{Ask, Ending, OnTimeout, Phase, Progress, Scanned, SourceAction, SourceConfig, SourceEvent, Step, Time};
+use crate::{
+    Ask, Ending, OnTimeout, Phase, Progress, Scanned, SourceAction, SourceConfig, SourceEvent, Step, Time, Tuning,
+};
 use ending::Undo;
 use handover::Switchover;
 use hints::Hints;
@@ -267,6 +269,7 @@ impl Source {
             SourceEvent::PeerGone { error } => self.peer_gone(&error),
             SourceEvent::Reconnected { wire_bytes } => self.reconnected(wire_bytes),
             SourceEvent::Unreachable { error } => self.unreachable(&plain(&error)),
+            SourceEvent::Tuned(tuning) => self.tuned(tuning),
             SourceEvent::Cancel => self.cancel(),
             event => self.guest_answer(event),
         }
@@ -601,6 +604,13 @@ impl Source {
         }
     }
 
+    fn tuned(&mut self, tuning: Tuning) {
+        self.config.downtime_limit = tuning.downtime_limit.unwrap_or(self.config.downtime_limit);
+        if let Some(most) = tuning.max_bandwidth {
+            self.bandwidth.limit(most);
+        }
+    }
+
     fn cancel(&mut self) {
         // After Commit it is too late: the guest is the destination's.
         if !self.done.committed {
@@ -650,6 +660,7 @@ fn step_answered(event: &SourceEvent) -> Option<Step> {
         | SourceEvent::PeerGone { .. }
         | SourceEvent::Reconnected { .. }
         | SourceEvent::Unreachable { .. }
+        | SourceEvent::Tuned(_)
         | SourceEvent::Cancel => return None,
     })
 }

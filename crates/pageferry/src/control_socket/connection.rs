@@ -176,6 +176,7 @@ impl Client {
                 Ok(progress)
             }
             Method::Cancel => shared.cancel(),
+            Method::Set(tuning) => shared.set(tuning),
             Method::Guest(operation) => return self.operate(id, operation).await,
         };
         self.say(id, &result).await

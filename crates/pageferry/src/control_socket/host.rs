@@ -1,9 +1,10 @@
 //! The host's side: owns the guest while no migration does, and does to it what clients ask for, one thing at a time.
 
 use super::connection::{self, Service};
+use super::params::ms;
 use super::protocol::{self, MigrationEnd, Operation, ProgressData, shortened};
 use super::{ControlListener, GuestControls, MigrateParams};
-use crate::{Address, Ending, Guest, Handle, Migration, Outcome, Progress, SendOptions};
+use crate::{Address, Ending, Guest, Handle, Migration, Outcome, Progress, SendOptions, Tuning};
 use serde_json::{Value, json};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -185,6 +186,9 @@ enum Now {
         to: Address,
         progress: Box<dyn Fn() -> Progress + Send>,
         cancel: Box<dyn Fn() + Send>,
+        tune: Box<dyn Fn(Tuning) + Send>,
+        /// The settings that can change, as they are.
+        tuning: Tuning,
     },
     Gone,
 }
@@ -247,6 +251,23 @@ impl Shared {
             }
             Now::Here | Now::Gone => Err("no migration is under way".to_owned()),
         }
+    }
+
+    /// Changes settings of the migration under way; all that can change come back as they are now.
+    pub(super) fn set(&self, change: Tuning) -> Result<Value, String> {
+        let mut view = lock(&self.view);
+        let Now::Migrating { tune, tuning, .. } = &mut view.now else {
+            return Err("no migration is under way: give its settings to migrate".to_owned());
+        };
+        tune(change);
+        *tuning = tuning.then(change);
+        let now = json!({
+            "max_bandwidth_bytes_per_s": tuning.max_bandwidth.unwrap_or(0),
+            "downtime_limit_ms": tuning.downtime_limit.map(ms),
+        });
+        drop(view);
+        self.tell("set", &now);
+        Ok(now)
     }
 
     /// Events from now on.
@@ -429,11 +450,17 @@ impl Host {
         };
         let guest = self.guest.take()?;
         let dry_run = options.source.dry_run;
+        let tuning = Tuning {
+            downtime_limit: Some(options.source.downtime_limit),
+            max_bandwidth: options.max_bandwidth,
+        };
         let handle = Migration::send(guest, &to, options);
         lock(&self.shared.view).now = Now::Migrating {
             to: to.clone(),
             progress: Box::new(handle.observer()),
             cancel: Box::new(handle.canceller()),
+            tune: Box::new(handle.tuner()),
+            tuning,
         };
         self.shared.tell("migration-started", &json!({"to": to.to_string()}));
         let stopped = self.accompany(handle, &to).await;

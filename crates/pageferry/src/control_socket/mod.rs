@@ -38,11 +38,11 @@ pub use client::{ControlClient, Heard};
 pub use controls::{BalloonState, BalloonStats, GuestControls, NoControls};
 pub use host::{How, Served, Serving, serve};
 pub use listener::{ClaimedSocket, ControlListener};
-pub use params::{AskWord, MigrateParams, OnTimeoutWord, SkipWord};
+pub use params::{AskWord, MigrateParams, OnTimeoutWord, SetParams, SkipWord};
 pub use protocol::{MigrationEnd, ProgressData};
 
 /// The version of what is spoken on the socket.
-pub const CONTROL_VERSION: u32 = 1;
+pub const CONTROL_VERSION: u32 = 2;
 
 /// The longest line of a client, bytes, its end included.
 pub const MAX_REQUEST_BYTES: usize = 1 << 20;

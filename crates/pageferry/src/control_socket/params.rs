@@ -1,6 +1,8 @@
 //! What `migrate` takes: the settings of a source, each with its unit in its name.
 
-use crate::{Address, Ask, Compress, OnTimeout, Security, SendOptions, SkipSet, SourceConfig, Tls, TlsPem, Token};
+use crate::{
+    Address, Ask, Compress, OnTimeout, Security, SendOptions, SkipSet, SourceConfig, Tls, TlsPem, Token, Tuning,
+};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::Duration;
@@ -90,6 +92,45 @@ pub struct MigrateParams {
     /// Allows plain TCP beyond loopback.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub insecure: bool,
+}
+
+/// The parameters of `set`: those that are left out stay as they are.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct SetParams {
+    /// The most bytes a second; 0: no limit.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_bandwidth_bytes_per_s: Option<u64>,
+    /// The downtime to aim at.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub downtime_limit_ms: Option<f64>,
+    /// Refused: the connections are opened at the start.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub streams: Option<u16>,
+}
+
+impl SetParams {
+    /// What the library takes; else a sentence.
+    pub fn tuning(&self) -> Result<Tuning, String> {
+        if self.streams.is_some() {
+            return Err(
+                "set: \"streams\" cannot change while a migration runs, whose connections were opened at its start: cancel it, and \
+                 migrate with others"
+                    .to_owned(),
+            );
+        }
+        let tuning = Tuning {
+            downtime_limit: self
+                .downtime_limit_ms
+                .map(|ms| duration("downtime_limit_ms", ms))
+                .transpose()?,
+            max_bandwidth: self.max_bandwidth_bytes_per_s,
+        };
+        if tuning == Tuning::default() {
+            return Err("set needs \"max_bandwidth_bytes_per_s\" or \"downtime_limit_ms\"".to_owned());
+        }
+        Ok(tuning)
+    }
 }
 
 impl Default for MigrateParams {

@@ -3,8 +3,8 @@
 //! What a client sends is untrusted: a request is parsed here as a whole, or answered with one sentence that says what is
 //! wrong with it. Nothing of it is repeated at length.
 
-use super::params::{MigrateParams, duration, ms};
-use engine::{Ending, Outcome, Phase, Progress, Report};
+use super::params::{MigrateParams, SetParams, duration, ms};
+use engine::{Ending, Outcome, Phase, Progress, Report, Tuning};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -27,6 +27,8 @@ pub(crate) enum Method {
     Progress { follow: Option<bool> },
     /// Ends the migration under way.
     Cancel,
+    /// Changes its settings.
+    Set(Tuning),
     /// Something that is done to the guest.
     Guest(Operation),
 }
@@ -50,7 +52,7 @@ pub(crate) enum Operation {
 }
 
 /// The methods by name.
-const METHODS: &str = "version, status, migrate, progress, cancel, pause, resume, balloon, balloon-stats, quit";
+const METHODS: &str = "version, status, migrate, progress, cancel, set, pause, resume, balloon, balloon-stats, quit";
 
 /// A request that makes sense.
 #[derive(Clone, Debug, PartialEq)]
@@ -125,6 +127,7 @@ fn method(name: &str, params: Value) -> Result<Method, String> {
         "version" => none(name, params, Method::Version)?,
         "status" => none(name, params, Method::Status)?,
         "cancel" => none(name, params, Method::Cancel)?,
+        "set" => Method::Set(read::<SetParams>(name, params)?.tuning()?),
         "progress" => {
             let ProgressParams { follow } = read(name, params)?;
             Method::Progress { follow }
@@ -334,6 +337,7 @@ mod tests {
         for name in METHODS.split(", ") {
             let params = match name {
                 "balloon" => json!({"pages": 1}),
+                "set" => json!({"downtime_limit_ms": 1}),
                 "migrate" => json!({"to": "unix:/x"}),
                 _ => json!({}),
             };
@@ -403,6 +407,19 @@ mod tests {
                 "10000",
             ),
             (r#"{"id":3,"method":"migrate","params":{"tto":"x"}}"#, Some(3), "`tto`"),
+            (r#"{"id":3,"method":"set"}"#, Some(3), "downtime_limit_ms"),
+            (r#"{"id":3,"method":"set","params":{"speed":1}}"#, Some(3), "`speed`"),
+            (r#"{"id":3,"method":"set","params":{"streams":2}}"#, Some(3), "streams"),
+            (
+                r#"{"id":3,"method":"set","params":{"downtime_limit_ms":-1}}"#,
+                Some(3),
+                "downtime_limit_ms",
+            ),
+            (
+                r#"{"id":3,"method":"set","params":{"max_bandwidth_bytes_per_s":1.5}}"#,
+                Some(3),
+                "set",
+            ),
         ] {
             let refused = refused(line);
             assert_eq!(refused.id, id, "{line}");

@@ -197,6 +197,7 @@ struct Sending<'a> {
 impl Sending<'_> {
     fn send_chunk(&mut self, chunk: Chunk) -> Result<SourceEvent, Broken> {
         self.builder.start(chunk.round);
+        self.batch_pages = self.sender.pacer.batch_pages(BATCH_PAGES);
         self.zero = Vec::new();
         (self.wire_bytes, self.payload_bytes) = (0, 0);
         match chunk.content {
@@ -337,6 +338,7 @@ impl Sending<'_> {
         self.payload_bytes += raw;
         self.data.clear();
         self.data_pages = 0;
+        self.batch_pages = sender.pacer.batch_pages(BATCH_PAGES);
         Ok(())
     }
 

@@ -9,7 +9,7 @@ use crate::handle::{Finished, Watch};
 use crate::pulse::{Held, Pulse};
 use crate::worker::SourceWorker;
 use crate::{Address, Guest, SendOptions, report};
-use engine::{Ask, Ending, Outcome, Role, Source, SourceAction, SourceEvent, Step};
+use engine::{Ask, Ending, Outcome, Role, Source, SourceAction, SourceEvent, Step, Tuning};
 use link::{Link, Opened, Route};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -157,6 +157,7 @@ impl Sending {
             tokio::select! {
                 biased;
                 () = self.pulse.cancelled() => self.handle(SourceEvent::Cancel),
+                tuning = self.pulse.tuned() => self.tune(tuning),
                 said = next(&mut self.link) => self.said(said),
                 event = self.events.recv() => self.guest_event(event),
                 reached = reached(&mut self.reaching) => self.reached(reached),
@@ -169,6 +170,14 @@ impl Sending {
 
     fn handle(&mut self, event: SourceEvent) {
         self.engine.handle(event, self.pulse.now());
+    }
+
+    fn tune(&mut self, tuning: Tuning) {
+        tracing::info!(?tuning, "settings are changed");
+        if let Some(most) = tuning.max_bandwidth {
+            self.route.pacer.set(Some(most).filter(|most| *most > 0));
+        }
+        self.handle(SourceEvent::Tuned(tuning));
     }
 
     fn said(&mut self, said: Said) {
