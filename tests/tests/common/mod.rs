@@ -113,5 +113,7 @@ pub fn flat(bytes: u64) -> Arc<Layout> {
 pub fn verified() -> SendOptions {
     let mut options = SendOptions::default();
     options.source.verify = true;
+    // On a busy machine a guest that fills what it hands over takes longer than operators would wait.
+    options.source.hint_timeout = Duration::from_secs(30);
     options
 }
