@@ -97,6 +97,33 @@ mod tests {
         assert_eq!(pacer.book(1, 1 << 20, later), later - SLACK);
     }
 
+    /// In no second does more leave than one in twenty above the limit, after an idle time as well; and the limit is reached.
+    #[test]
+    fn the_limit_is_kept_and_reached_to_one_in_twenty() {
+        for rate in [10_000_000, 100_000_000, 1_000_000_000, 20_000_000_000_u64] {
+            let pacer = Pacer::new(Some(rate));
+            let batch = pacer.batch_pages(256) * pages::PAGE_BYTES;
+            let begin = Instant::now() + Duration::from_secs(100);
+            let (mut now, mut left) = (begin, Vec::new());
+            while now < begin + Duration::from_secs(2) {
+                now = pacer.book(batch, rate, now).max(now);
+                left.push(now);
+            }
+            let within = |from: Duration| {
+                let window = begin + from..begin + from + Duration::from_secs(1);
+                left.iter().filter(|at| window.contains(at)).count() as u64 * batch
+            };
+            for from in [0, 100, 500, 990] {
+                let bytes = within(Duration::from_millis(from));
+                let most = rate / 20 * 21 + batch;
+                assert!(
+                    (rate / 20 * 19..=most).contains(&bytes),
+                    "{bytes} of {rate} from {from} ms on"
+                );
+            }
+        }
+    }
+
     #[test]
     fn slow_links_get_small_batches() {
         assert_eq!(Pacer::new(None).batch_pages(256), 256);
