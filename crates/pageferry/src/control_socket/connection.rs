@@ -23,6 +23,9 @@ use tokio::time::timeout;
 /// How long a client may leave an answer unread.
 const WRITE_WITHIN: Duration = Duration::from_secs(10);
 
+/// How long what a client said before it hung up may take to be read.
+const LAST_WORDS_WITHIN: Duration = Duration::from_secs(1);
+
 /// Answers that a client may leave unread.
 const ANSWERS: usize = 16;
 
@@ -125,8 +128,30 @@ struct Client {
 }
 
 impl Client {
-    async fn read(&mut self, from: OwnedReadHalf, mut over: watch::Receiver<bool>) {
+    /// Serves requests until the client has gone, or all is over.
+    async fn read(&mut self, from: OwnedReadHalf, over: watch::Receiver<bool>) {
         let mut lines = Lines::new(from, MAX_REQUEST_BYTES);
+        self.serve_all(&mut lines, over).await;
+        if self.answers.is_closed() && timeout(LAST_WORDS_WITHIN, self.last_words(&mut lines)).await.is_err() {
+            tracing::debug!("a control client reads no answers and goes on asking: it is dropped");
+        }
+    }
+
+    /// Whoever hung up without waiting for answers may have said `cancel` before, which is not lost for that. Nothing else
+    /// is done for one who does not hear what came of it.
+    async fn last_words(&self, lines: &mut Lines<OwnedReadHalf>) {
+        while let Ok(line) = lines.next().await {
+            if let Ok(Request {
+                method: Method::Cancel, ..
+            }) = protocol::parse(line)
+                && let Err(error) = self.service.shared.cancel()
+            {
+                tracing::debug!(error, "a cancel came too late");
+            }
+        }
+    }
+
+    async fn serve_all(&mut self, lines: &mut Lines<OwnedReadHalf>, mut over: watch::Receiver<bool>) {
         loop {
             let line = tokio::select! {
                 biased;

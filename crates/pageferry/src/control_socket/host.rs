@@ -270,6 +270,18 @@ impl Shared {
         Ok(now)
     }
 
+    /// Asks the guest for statistics.
+    async fn balloon_stats(&self, within: Duration) -> Result<Value, String> {
+        let running = lock(&self.view).running;
+        let within = if running { within } else { Duration::ZERO };
+        let controls = Arc::clone(&self.controls);
+        let mut stats = blocking(move || controls.balloon_stats(within)).await?;
+        if !stats.fresh && !running {
+            stats.why = Some("the guest is paused and cannot answer".to_owned());
+        }
+        serde_json::to_value(stats).map_err(|error| format!("writing the statistics: {error}"))
+    }
+
     /// Events from now on.
     pub(super) fn follow(&self) -> broadcast::Receiver<Arc<str>> {
         self.events.subscribe()
@@ -377,7 +389,12 @@ impl Host {
                 let set = blocking(move || controls.set_balloon_target(pages)).await;
                 set.map(|()| json!({"target_pages": pages}))
             }
-            Operation::BalloonStats { within } => self.balloon_stats(within).await,
+            Operation::BalloonStats { within } => {
+                // The guest may not answer, and nobody else has to wait for that.
+                let shared = Arc::clone(&self.shared);
+                tokio::spawn(async move { answer(reply, shared.balloon_stats(within).await) });
+                return None;
+            }
         };
         answer(reply, result);
         None
@@ -426,17 +443,6 @@ impl Host {
             Ok(result) => result.map_err(|error| format!("{doing}: {error}")),
             Err(_) => Err(format!("{doing}: the VMM's side panicked")),
         }
-    }
-
-    async fn balloon_stats(&mut self, within: Duration) -> Result<Value, String> {
-        let running = lock(&self.shared.view).running;
-        let within = if running { within } else { Duration::ZERO };
-        let controls = Arc::clone(&self.shared.controls);
-        let mut stats = blocking(move || controls.balloon_stats(within)).await?;
-        if !stats.fresh && !running {
-            stats.why = Some("the guest is paused and cannot answer".to_owned());
-        }
-        serde_json::to_value(stats).map_err(|error| format!("writing the statistics: {error}"))
     }
 
     /// Sends the guest away, and meanwhile refuses what else would be done to it.
