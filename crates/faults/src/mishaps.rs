@@ -65,6 +65,22 @@ impl Mishaps {
         rest == Mishaps::default()
     }
 
+    /// Whether connections break, and nothing else goes wrong.
+    pub(crate) fn only_breaks_links(&self) -> bool {
+        let rest = Mishaps {
+            message: None,
+            accidents: self
+                .accidents
+                .iter()
+                .filter(|a| a.harm != Harm::Reset)
+                .cloned()
+                .collect(),
+            after_save: self.after_save.clone().filter(|after| after.frozen.is_some()),
+            ..self.clone()
+        };
+        rest.is_harmless()
+    }
+
     /// None to a few of all kinds.
     pub fn random(rng: &mut Rng) -> Self {
         let mut mishaps = Mishaps::default();

@@ -67,6 +67,8 @@ pub struct Pair {
     /// What the source did on the guest, and which step of it failed.
     pub done: Vec<Step>,
     pub failed_steps: Vec<Step>,
+    /// The destination has begun to take the machine's state over.
+    pub(crate) restoring: bool,
     /// RAM when the machine was saved, and how often it was.
     pub saved_ram: Vec<u64>,
     pub saved_free: Vec<bool>,
@@ -136,6 +138,7 @@ impl Pair {
             messages: 0,
             done: Vec::new(),
             failed_steps: Vec::new(),
+            restoring: false,
             saved_ram: Vec::new(),
             saved_free: Vec::new(),
             saves: 0,

@@ -41,7 +41,7 @@ fn run(seed: u64, fault: Option<Fault>, trace: bool) -> Result<Told, String> {
     let mishaps = Mishaps::random(&mut Rng::new(seed ^ 0xfa17));
     let guest = Guest::new(setup.guest.clone(), &mut Rng::new(seed));
     let clean = mishaps.is_harmless() && setup.source.timeout.is_zero();
-    let mut pair = Pair::with_guest(setup, guest, mishaps);
+    let mut pair = Pair::with_guest(setup, guest, mishaps.clone());
     pair.trace = trace;
     pair.say(|| format!("{:?}", pair.setup));
     pair.say(|| format!("{:?}", pair.mishaps));
@@ -54,6 +54,12 @@ fn run(seed: u64, fault: Option<Fault>, trace: bool) -> Result<Told, String> {
             pair.source_error()
         ));
     }
+    if had_to_complete(&pair, &mishaps) && source != Some(Ending::Completed) {
+        return Err(format!(
+            "connections broke and nothing else went wrong, and it ended as {source:?}: {}",
+            pair.source_error()
+        ));
+    }
     let again = again(&pair, trace)?;
     Ok(Told {
         source,
@@ -62,6 +68,20 @@ fn run(seed: u64, fault: Option<Fault>, trace: bool) -> Result<Told, String> {
         again,
         steps: pair.steps,
     })
+}
+
+/// Whether nothing went wrong but that connections broke which could be replaced in time: the receiver had accepted, and was
+/// not restoring the machine.
+fn had_to_complete(pair: &Pair, mishaps: &Mishaps) -> bool {
+    let (source, destination) = (&pair.setup.source, &pair.setup.destination);
+    let window = source.resume_window.min(destination.resume_window);
+    let longest = mishaps.outages.iter().max().copied().unwrap_or_default();
+    mishaps.only_breaks_links()
+        && pair.setup.version >= wire::RESUMING_SINCE
+        && longest + source.peer_timeout < window
+        && source.timeout.is_zero()
+        && pair.done.contains(&Step::StartTracking)
+        && !pair.restoring
 }
 
 /// After a failure that left the guest at the source as it was: another migration, in which nothing goes wrong.

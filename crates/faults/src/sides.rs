@@ -248,6 +248,7 @@ impl Pair {
                 only,
             } => DestinationEvent::Digested(digests(&self.copy.ram, &excluded, chunk_pages, &only)),
             DestinationAction::Restore(state) => {
+                self.restoring = true;
                 self.check_state(&state);
                 self.check_ram();
                 self.copy.restored = true;
