@@ -23,8 +23,8 @@ const WINDOW: Duration = Duration::from_secs(20);
 
 type Peer = StreamOwned<ClientConnection, TcpStream>;
 
-/// A source's connection by hand, as whoever has this certificate, up to the answer to its preamble.
-fn open(address: &Address, us: &TlsPem, role: ConnectionRole) -> Peer {
+/// A TLS connection by hand, as whoever has this certificate, for an application protocol or for none.
+fn shake_hands(address: &Address, us: &TlsPem, protocol: Option<&str>) -> Peer {
     let mut roots = RootCertStore::empty();
     roots
         .add(CertificateDer::from_pem_slice(us.ca.as_bytes()).unwrap())
@@ -35,9 +35,14 @@ fn open(address: &Address, us: &TlsPem, role: ConnectionRole) -> Peer {
         .with_root_certificates(roots)
         .with_client_auth_cert(vec![cert], key)
         .unwrap();
-    config.alpn_protocols = vec![b"pageferry".to_vec()];
+    config.alpn_protocols = protocol.into_iter().map(|name| name.as_bytes().to_vec()).collect();
     let client = ClientConnection::new(Arc::new(config), "127.0.0.1".try_into().unwrap()).unwrap();
-    let mut peer = StreamOwned::new(client, dial(address));
+    StreamOwned::new(client, dial(address))
+}
+
+/// A source's connection, up to the answer to its preamble.
+fn open(address: &Address, us: &TlsPem, role: ConnectionRole) -> Peer {
+    let mut peer = shake_hands(address, us, Some("pageferry"));
     // The receiver's word that the certificate was taken.
     peer.read_exact(&mut [0]).unwrap();
     let opening = Preamble {
@@ -129,6 +134,26 @@ async fn a_migration_is_taken_up_again_by_the_certificate_that_began_it_alone() 
         let _data = open(&address, &us, ConnectionRole::Data { stream: 0 });
         let told = hear(&mut again);
         assert!(matches!(told, Some(Message::Resumed { round: 0, .. })), "{told:?}");
+    });
+    guarded(play).await.unwrap();
+    receiver.cancel();
+    guarded(receiver.finish()).await;
+}
+
+/// Whoever speaks TLS with a good certificate, but for another protocol or for none that it names, is no source.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_of_another_protocol_is_not_welcome() {
+    let ca = Ca::new();
+    let us = ca.side(&["a.example"]);
+    let (receiver, address, _) = receiver(receiving(&ca));
+    let play = tokio::task::spawn_blocking(move || {
+        for protocol in [None, Some("h2")] {
+            let mut peer = shake_hands(&address, &us, protocol);
+            let welcome = peer.read_exact(&mut [0]);
+            assert!(welcome.is_err(), "{protocol:?} was let in");
+        }
+        // The right one is.
+        open(&address, &us, ConnectionRole::Control);
     });
     guarded(play).await.unwrap();
     receiver.cancel();

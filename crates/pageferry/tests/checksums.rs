@@ -11,11 +11,12 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use wire::{Accept, Message, Offer};
 
-/// Of a data connection, the byte that is changed: in the pages of the first batch.
+/// Of a data connection, the byte that is changed: in the pages of the first batch, as they are and packed.
 const AT: usize = 200_000;
+const AT_PACKED: usize = 9_000;
 
-/// Carries connections to `to`; changes a byte of each data connection if it is to.
-fn link(to: &Address, damage: bool) -> Address {
+/// Carries connections to `to`; changes this byte of each data connection.
+fn link(to: &Address, damage: Option<usize>) -> Address {
     let Address::Tcp { port, .. } = *to else {
         panic!("not TCP")
     };
@@ -26,13 +27,13 @@ fn link(to: &Address, damage: bool) -> Address {
             let far = TcpStream::connect(("127.0.0.1", port)).unwrap();
             let (near_too, far_too) = (near.try_clone().unwrap(), far.try_clone().unwrap());
             std::thread::spawn(move || carry(near, far, damage));
-            std::thread::spawn(move || carry(far_too, near_too, false));
+            std::thread::spawn(move || carry(far_too, near_too, None));
         }
     });
     address
 }
 
-fn carry(mut from: TcpStream, mut to: TcpStream, damage: bool) {
+fn carry(mut from: TcpStream, mut to: TcpStream, damage: Option<usize>) {
     let (mut seen, mut is_data) = (0, false);
     let mut buffer = vec![0; 64 << 10];
     while let Ok(n) = from.read(&mut buffer) {
@@ -42,8 +43,8 @@ fn carry(mut from: TcpStream, mut to: TcpStream, damage: bool) {
         let bytes = &mut buffer[..n];
         // The preamble's role: 2 is data.
         is_data |= seen == 0 && n > 12 && bytes[12] == 2;
-        if damage && is_data && (seen..seen + n).contains(&AT) {
-            bytes[AT - seen] ^= 0x10;
+        if let Some(at) = damage.filter(|at| is_data && (seen..seen + n).contains(at)) {
+            bytes[at - seen] ^= 0x10;
         }
         seen += n;
         if to.write_all(bytes).is_err() {
@@ -54,7 +55,7 @@ fn carry(mut from: TcpStream, mut to: TcpStream, damage: bool) {
     let _ = to.shutdown(Shutdown::Write);
 }
 
-async fn over(damage: bool, checksum: bool, compress: Compress) -> (Finished, Finished, Probe, Probe) {
+async fn over(damage: Option<usize>, checksum: bool, compress: Compress) -> (Finished, Finished, Probe, Probe) {
     let (guest, probe) = busy_guest(&Layout::flat(5000).unwrap(), None);
     let (receiving, address, made) = receiver(receive_options());
     let options = SendOptions {
@@ -71,7 +72,7 @@ async fn over(damage: bool, checksum: bool, compress: Compress) -> (Finished, Fi
 #[tokio::test(flavor = "multi_thread")]
 async fn pages_with_checksums_arrive() {
     for compress in [Compress::None, Compress::Lz4] {
-        let (source, destination, here, there) = over(false, true, compress).await;
+        let (source, destination, here, there) = over(None, true, compress).await;
         assert_eq!(source.outcome.ending, Ending::Completed, "{:?}", source.outcome.error);
         assert_eq!(destination.outcome.ending, Ending::Completed);
         assert_same_ram(&here, &there, &[]);
@@ -80,15 +81,18 @@ async fn pages_with_checksums_arrive() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_byte_that_changed_on_the_way_is_found_before_it_is_used() {
-    let (source, destination, here, there) = over(true, true, Compress::None).await;
-    for error in [source.outcome.error.unwrap(), destination.outcome.error.unwrap()] {
-        assert!(error.contains("batch 0 of round 0 on stream 0"), "{error}");
+    for (at, compress) in [(AT, Compress::None), (AT_PACKED, Compress::Lz4)] {
+        let (source, destination, here, there) = over(Some(at), true, compress).await;
+        for error in [source.outcome.error.unwrap(), destination.outcome.error.unwrap()] {
+            let found = error.contains("batch 0 of round 0 on stream 0") && error.contains("its payload's checksum");
+            assert!(found, "{compress}: {error}");
+        }
+        assert_eq!(source.outcome.ending, Ending::Failed);
+        here.assert_unharmed();
+        assert!(!there.is_running());
     }
-    assert_eq!(source.outcome.ending, Ending::Failed);
-    here.assert_unharmed();
-    assert!(!there.is_running());
     // The link does what it is there for: without checksums the byte gets in.
-    let (source, _, here, there) = over(true, false, Compress::None).await;
+    let (source, _, here, there) = over(Some(AT), false, Compress::None).await;
     assert_eq!(source.outcome.ending, Ending::Completed, "{:?}", source.outcome.error);
     let differs = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| assert_same_ram(&here, &there, &[])));
     assert!(differs.is_err(), "no byte was changed");
