@@ -2,6 +2,7 @@
 
 use crate::Error;
 use std::fmt;
+use std::net::Ipv6Addr;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -40,13 +41,17 @@ impl FromStr for Address {
                 let (host, port) = rest.rsplit_once(':').ok_or_else(|| bad("it has no port"))?;
                 let port = port.parse().map_err(|_| bad("the port is no number from 0 to 65535"))?;
                 let host = match host.strip_prefix('[') {
-                    Some(inner) => inner.strip_suffix(']').ok_or_else(|| bad("a bracket is not closed"))?,
+                    Some(inner) => {
+                        let inner = inner.strip_suffix(']').ok_or_else(|| bad("a bracket is not closed"))?;
+                        check_ipv6(inner).map_err(bad)?;
+                        inner
+                    }
                     None if host.contains(':') => return Err(bad("an IPv6 address goes in brackets")),
-                    None => host,
+                    None => {
+                        check_name(host).map_err(bad)?;
+                        host
+                    }
                 };
-                if host.is_empty() {
-                    return Err(bad("the host is empty"));
-                }
                 Ok(Address::Tcp {
                     host: host.to_owned(),
                     port,
@@ -64,6 +69,35 @@ impl FromStr for Address {
             _ => Err(bad("its transport is none of tcp, unix and vsock")),
         }
     }
+}
+
+/// The longest name of a host (RFC 1035, section 2.3.4), and of a network interface.
+const MAX_NAME_CHARS: usize = 253;
+
+/// A name, or a numeric IPv4 address: it has to come back from a log and a shell as it went in.
+fn check_name(host: &str) -> Result<(), &'static str> {
+    if host.is_empty() {
+        return Err("the host is empty");
+    }
+    if host.chars().count() > MAX_NAME_CHARS {
+        return Err("the host has more than 253 characters");
+    }
+    match host
+        .chars()
+        .all(|c| c.is_alphanumeric() || matches!(c, '-' | '.' | '_'))
+    {
+        true => Ok(()),
+        false => Err("the host has a character that no name of a host has"),
+    }
+}
+
+/// What is in brackets: a numeric address, and behind a % perhaps the interface that it is of.
+fn check_ipv6(inner: &str) -> Result<(), &'static str> {
+    let (address, interface) = inner.split_once('%').unwrap_or((inner, "lo"));
+    if address.parse::<Ipv6Addr>().is_err() {
+        return Err("what is in brackets is no IPv6 address");
+    }
+    check_name(interface).map_err(|_| "what is behind the % is no interface's name")
 }
 
 impl fmt::Display for Address {
@@ -87,6 +121,8 @@ mod tests {
             "tcp:127.0.0.1:0",
             "tcp:host.example:65535",
             "tcp:[::1]:4000",
+            "tcp:[fe80::1%eth0]:4000",
+            "tcp:hôte_1.example:1",
             "unix:/run/x.sock",
             "vsock:2:1234",
         ] {
@@ -105,6 +141,13 @@ mod tests {
             "tcp:h:65536",
             "tcp:::1:5",
             "tcp:[::1:5",
+            "tcp:[host]:5",
+            "tcp:[[::1]]:5",
+            "tcp:[fe80::1%]:5",
+            "tcp:[fe80::1%a b]:5",
+            "tcp:a b:5",
+            "tcp:a\nb:5",
+            "tcp:[]:5",
             "unix:",
             "vsock:1",
             "vsock:x:1",

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Text that is no address.
-    #[error("\"{text}\" is no address: {why}; write tcp:HOST:PORT, unix:PATH or vsock:CID:PORT")]
+    #[error("{text:?} is no address: {why}; write tcp:HOST:PORT, unix:PATH or vsock:CID:PORT")]
     Address {
         /// What was given.
         text: String,
