@@ -41,8 +41,10 @@ pub(crate) fn cut_five_times(memory_bytes: u64, window: &str) -> String {
         link["bytes_again"].as_u64().unwrap(),
         report["wire_bytes"].as_u64().unwrap(),
     );
-    // What is under way fits into buffers and batches.
-    assert!(again > 0 && again < wire / 2, "{again} of {wire} bytes were sent again");
+    // What is under way fits into buffers and batches: with a small guest and a busy machine, that can be all since the last
+    // cut. Were nothing kept of what arrived before, it would be two and a half times the guest.
+    let once = wire.saturating_sub(again);
+    assert!(again > 0 && again < 2 * once, "{again} of {wire} bytes were sent again");
     format!(
         "0 | 0 | receiver | equal, {}; {:.1} MiB RAM sent, resumed {}x, {:.1} MiB again, down {:.0} ms, total {:.0} ms",
         unharmed(receiver, &socket),
