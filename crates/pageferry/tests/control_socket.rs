@@ -64,21 +64,6 @@ fn slow(to: &pageferry::Address) -> Value {
     json!({"to": to.to_string(), "max_bandwidth_bytes_per_s": 200_000, "compress": "none", "skip": []})
 }
 
-/// Waits until pages cross.
-async fn wait_for_pages(path: &Path) {
-    let mut client = client(path).await;
-    guarded(async {
-        loop {
-            let progress = client.call("progress", &Value::Null).await.unwrap().unwrap();
-            if progress["progress"]["phase"] == "precopy" {
-                return;
-            }
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    })
-    .await;
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn a_guest_is_handed_over_and_the_client_gets_the_whole_report() {
     let served = served();
@@ -527,41 +512,6 @@ async fn quit_and_stop_give_the_guest_back() {
     assert_eq!(ended.outcome.unwrap().ending, Ending::Cancelled);
     assert!(ended.guest.unwrap().machine.is_running());
     guarded(served.1.finish()).await;
-}
-
-/// Statistics that do not come until the test says so.
-struct Hangs {
-    asked: tokio::sync::mpsc::UnboundedSender<()>,
-    go_on: Mutex<std::sync::mpsc::Receiver<()>>,
-}
-
-impl GuestControls for Hangs {
-    fn balloon_stats(&self, _: Duration) -> Result<BalloonStats, String> {
-        self.asked.send(()).unwrap();
-        // Ends with the test at the latest.
-        let _ = self.go_on.lock().unwrap().recv();
-        Err("too late".to_owned())
-    }
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_stop_does_not_wait_for_what_hangs() {
-    let (guest, probe) = busy_guest(&layout(), None);
-    let (asked, mut is_asked) = tokio::sync::mpsc::unbounded_channel();
-    let (release, go_on) = std::sync::mpsc::channel();
-    let hangs = Hangs {
-        asked,
-        go_on: Mutex::new(go_on),
-    };
-    let served = served_with(guest, probe, Arc::new(hangs));
-    let mut one = client(&served.path).await;
-    one.send("balloon-stats", &json!({"timeout_ms": 10_000})).await.unwrap();
-    guarded(is_asked.recv()).await.unwrap();
-    served.serving.stop("the power is going");
-    let ended = end(served.serving).await;
-    assert_eq!(ended.how, How::Stopped);
-    assert!(ended.guest.unwrap().machine.is_running());
-    drop(release);
 }
 
 async fn migrating_slowly() -> (Stand, pageferry::Handle) {

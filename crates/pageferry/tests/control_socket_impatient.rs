@@ -6,7 +6,7 @@ mod common;
 use common::*;
 use pageferry::Ending;
 use pageferry::control_socket::{
-    BalloonStats, ControlClient, ControlListener, GuestControls, NoControls, Serving, serve,
+    BalloonStats, ControlClient, ControlListener, GuestControls, How, NoControls, Serving, serve,
 };
 use pages::Layout;
 use serde_json::{Value, json};
@@ -33,16 +33,7 @@ async fn a_cancel_of_a_client_that_hangs_up_at_once_counts() {
     let mut one = guarded(ControlClient::connect(&path)).await.unwrap();
     let slow = json!({"to": address.to_string(), "max_bandwidth_bytes_per_s": 1000, "compress": "none", "skip": []});
     one.send("migrate", &slow).await.unwrap();
-    guarded(async {
-        loop {
-            let progress = one.call("progress", &Value::Null).await.unwrap().unwrap();
-            if progress["progress"]["phase"] == "precopy" {
-                return;
-            }
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    })
-    .await;
+    wait_for_pages(&path).await;
     let mut hasty = UnixStream::connect(&path).unwrap();
     hasty.shutdown(Shutdown::Read).unwrap();
     let mut lines: String = (0..100)
@@ -91,4 +82,23 @@ async fn nobody_waits_for_the_statistics_that_somebody_else_asked_for() {
     };
     assert!(id == Some(stats) && result.is_ok(), "{result:?}");
     serving.stop("the test is over");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stop_does_not_wait_for_what_hangs() {
+    let (asked, mut is_asked) = tokio::sync::mpsc::unbounded_channel();
+    let (release, go_on) = std::sync::mpsc::channel();
+    let hangs = Hangs {
+        asked,
+        go_on: Mutex::new(go_on),
+    };
+    let (_folder, path, mut serving) = served(Arc::new(hangs));
+    let mut one = guarded(ControlClient::connect(&path)).await.unwrap();
+    one.send("balloon-stats", &json!({"timeout_ms": 10_000})).await.unwrap();
+    guarded(is_asked.recv()).await.unwrap();
+    serving.stop("the power is going");
+    let ended = guarded(serving.finish()).await;
+    assert_eq!(ended.how, How::Stopped);
+    assert!(ended.guest.unwrap().machine.is_running());
+    drop(release);
 }

@@ -19,9 +19,12 @@ use machine::{
 };
 use memory::trackers::{BitmapTracker, DirtyMarker};
 use memory::{Backing, GuestMemory};
+use pageferry::control_socket::ControlClient;
 use pageferry::{Address, Compress, Finished, Guest, Handle, Listener, Migration, ReceiveOptions, SendOptions};
 use pages::{Layout, PAGE_BYTES, PageRange, PageSet, Pfn};
+use serde_json::Value;
 use std::future::Future;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -390,4 +393,19 @@ pub async fn migrate(guest: Guest, send: SendOptions, receive: ReceiveOptions) -
     let (source, destination) = guarded(async { tokio::join!(sending.finish(), receiving.finish()) }).await;
     let probe = made.lock().unwrap().pop();
     (source, destination, probe)
+}
+
+/// Waits until pages cross, of the guest that is served at this control socket.
+pub async fn wait_for_pages(path: &Path) {
+    let mut client = guarded(ControlClient::connect(path)).await.unwrap();
+    guarded(async {
+        loop {
+            let progress = client.call("progress", &Value::Null).await.unwrap().unwrap();
+            if progress["progress"]["phase"] == "precopy" {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
 }
